@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The requests over HTTP: streamed completions, reference answers, metrics.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use eventsource_stream::Eventsource;
+use futures_util::StreamExt;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::outputs::Reference;
+use crate::workload;
+
+/// A request that takes longer has failed; generous, since the machine may be busy.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
+
+/// A streamed answer and when its parts came.
+#[derive(Debug, Clone)]
+pub(crate) struct Answer {
+    /// The tokens.
+    pub(crate) tokens: Vec<u32>,
+    /// From sending to the first text.
+    pub(crate) ttft: Duration,
+    /// Mean time between tokens after the first; `None` for one token.
+    pub(crate) inter_token: Option<Duration>,
+}
+
+/// A client of one model.
+#[derive(Debug, Clone)]
+pub(crate) struct Client {
+    http: reqwest::Client,
+    model: String,
+}
+
+#[derive(Deserialize)]
+struct Completion {
+    choices: Vec<Choice>,
+}
+
+#[derive(Deserialize)]
+struct Choice {
+    text: Option<String>,
+    logprobs: Option<Logprobs>,
+}
+
+#[derive(Deserialize)]
+struct Logprobs {
+    top_logprobs: Vec<std::collections::HashMap<String, f64>>,
+}
+
+impl Client {
+    /// A client of `model`.
+    pub(crate) fn new(model: &str) -> Result<Self> {
+        Ok(Self {
+            http: reqwest::Client::builder()
+                .timeout(REQUEST_TIMEOUT)
+                .no_proxy()
+                .build()?,
+            model: model.to_owned(),
+        })
+    }
+
+    fn body(&self, prompt: &[u32], output_tokens: usize) -> Value {
+        json!({
+            "model": self.model,
+            "prompt": workload::text(prompt),
+            "temperature": 0,
+            "max_tokens": output_tokens,
+            "ignore_eos": true,
+        })
+    }
+
+    /// Streams the greedy answer to `prompt` from `base`.
+    pub(crate) async fn complete(
+        &self,
+        base: &str,
+        prompt: &[u32],
+        output_tokens: usize,
+    ) -> Result<Answer> {
+        let mut body = self.body(prompt, output_tokens);
+        body["stream"] = json!(true);
+        let sent = Instant::now();
+        let response = self.post(base, &body).await?;
+        let mut events = response.bytes_stream().eventsource();
+        let mut text = String::new();
+        let (mut first, mut last) = (None, sent);
+        let mut done = false;
+        while let Some(event) = events.next().await {
+            let event = event.context("the answer broke off")?;
+            if event.data == "[DONE]" {
+                done = true;
+                break;
+            }
+            if event.event == "error" {
+                bail!("the answer ended in an error: {}", event.data);
+            }
+            let completion: Completion = serde_json::from_str(&event.data)
+                .with_context(|| format!("not a completion: {}", event.data))?;
+            for part in completion
+                .choices
+                .into_iter()
+                .filter_map(|choice| choice.text)
+            {
+                if !part.is_empty() {
+                    last = Instant::now();
+                    first.get_or_insert(last);
+                    text.push_str(&part);
+                }
+            }
+        }
+        if !done {
+            bail!("the answer ended without [DONE] after {text:?}");
+        }
+        let tokens = workload::tokens(&text).map_err(anyhow::Error::msg)?;
+        let first = first.context("the answer has no text")?;
+        let gaps = u32::try_from(tokens.len().saturating_sub(1))?;
+        Ok(Answer {
+            inter_token: (last - first).checked_div(gaps),
+            ttft: first - sent,
+            tokens,
+        })
+    }
+
+    /// The greedy answer to `prompt` with the margin of every choice, from a vLLM server.
+    pub(crate) async fn reference(
+        &self,
+        base: &str,
+        prompt: &[u32],
+        output_tokens: usize,
+    ) -> Result<Reference> {
+        let mut body = self.body(prompt, output_tokens);
+        body["logprobs"] = json!(2);
+        let completion: Completion = self.post(base, &body).await?.json().await?;
+        let choice = completion
+            .choices
+            .into_iter()
+            .next()
+            .context("the aggregated worker sent no choice")?;
+        let tokens =
+            workload::tokens(&choice.text.unwrap_or_default()).map_err(anyhow::Error::msg)?;
+        let margins: Vec<f64> = choice
+            .logprobs
+            .context("the aggregated worker sent no log-probabilities")?
+            .top_logprobs
+            .iter()
+            .map(margin)
+            .collect();
+        if margins.len() != tokens.len() {
+            bail!(
+                "the aggregated worker sent {} tokens and {} log-probabilities",
+                tokens.len(),
+                margins.len()
+            );
+        }
+        Ok(Reference { tokens, margins })
+    }
+
+    async fn post(&self, base: &str, body: &Value) -> Result<reqwest::Response> {
+        let url = format!("{base}/v1/completions");
+        let response = self
+            .http
+            .post(&url)
+            .json(body)
+            .send()
+            .await
+            .with_context(|| format!("no answer from {url}"))?;
+        if !response.status().is_success() {
+            let status = response.status();
+            bail!(
+                "{url}: {status}: {}",
+                response.text().await.unwrap_or_default()
+            );
+        }
+        Ok(response)
+    }
+
+    /// Whether `url` answers with success; what it says is in the result.
+    pub(crate) async fn get(&self, url: &str) -> Result<String> {
+        let response = self
+            .http
+            .get(url)
+            .timeout(Duration::from_secs(20))
+            .send()
+            .await?
+            .error_for_status()?;
+        Ok(response.text().await?)
+    }
+
+    /// The sum of the metric `name` over its label sets at `base`/metrics; `None` if it is absent.
+    pub(crate) async fn metric(&self, base: &str, name: &str) -> Result<Option<f64>> {
+        let text = self.get(&format!("{base}/metrics")).await?;
+        Ok(metric_sum(&text, name))
+    }
+}
+
+fn margin(top: &std::collections::HashMap<String, f64>) -> f64 {
+    let mut values: Vec<f64> = top.values().copied().collect();
+    values.sort_by(|a, b| b.total_cmp(a));
+    match values[..] {
+        [best, second, ..] => best - second,
+        // One candidate has no rival.
+        _ => f64::INFINITY,
+    }
+}
+
+/// The sum of a metric over its label sets in Prometheus' text format.
+fn metric_sum(text: &str, name: &str) -> Option<f64> {
+    text.lines()
+        .filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            if !rest.starts_with(['{', ' ']) {
+                return None;
+            }
+            rest.rsplit(' ').next()?.parse::<f64>().ok()
+        })
+        .reduce(|sum, value| sum + value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_metric_is_summed_over_its_labels_and_not_its_longer_names() {
+        let text = "# HELP a_sum x\na_sum{x=\"1 2\"} 3\na_sum{x=\"2\"} 4.5\na_sum_of 100\nb 1\n";
+        assert_eq!(metric_sum(text, "a_sum"), Some(7.5));
+        assert_eq!(metric_sum(text, "b"), Some(1.0));
+        assert_eq!(metric_sum(text, "c"), None);
+    }
+
+    #[test]
+    fn the_margin_is_between_the_two_best() {
+        let top =
+            [("a", -3.0), ("b", -1.0), ("c", -1.5)].map(|(token, value)| (token.to_owned(), value));
+        assert!((margin(&top.into_iter().collect()) - 0.5).abs() < 1e-12);
+    }
+}

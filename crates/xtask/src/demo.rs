@@ -1,0 +1,658 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The main job: the same requests with the flag off and on, real workers, bytes and outputs.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use futures_util::future::try_join_all;
+use tokio::sync::{Mutex, Semaphore};
+
+use crate::cache::Cache;
+use crate::client::{Answer, Client};
+use crate::env;
+use crate::fleet::{Aggregated, BLOCK_SIZE, Fleet, MAX_TOKENS, MODEL, Parts};
+use crate::frontend;
+use crate::outputs::{Reference, Tally, Verdict, compare};
+use crate::progress::{Step, say};
+use crate::report::{Kill, Measured, Report, Run, median};
+use crate::workload::{self, Planned, Shape, Workload};
+
+/// Bytes that NIXL moved into a decode worker.
+const MOVED_BYTES: &str = "vllm:nixl_bytes_transferred_sum";
+/// Requests that a worker finished.
+const FINISHED: &str = "vllm:request_success_total";
+/// The counters are brought up to date every few seconds.
+const SETTLE: Duration = Duration::from_secs(12);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
+/// How long requests may fail after a worker was killed, until the router has dropped it.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(120);
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
+
+/// Options of `cargo xtask demo`.
+#[derive(Debug, Clone, Args)]
+#[command(after_help = "Examples:
+  cargo xtask demo
+  cargo xtask demo --decode 4 --concurrency 4
+  cargo xtask demo --prefixes 8 --requests-per-prefix 4 --turns 0 --json run.json
+  cargo xtask demo --kill-decode
+
+Each prefill or decode worker takes about 3.3 GiB of memory and minutes to start on a busy machine.
+Exit code 0: every answer is that of one aggregated worker; 1: not so, or it failed.")]
+pub(crate) struct Options {
+    /// Prefill workers.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) prefill: u16,
+    /// Decode workers.
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) decode: u16,
+    /// Distinct prefixes, and conversations.
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) prefixes: u16,
+    /// Requests that share each prefix.
+    #[arg(long, default_value_t = 8, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) requests_per_prefix: u16,
+    /// Tokens of a prefix, and of the document that opens a conversation.
+    #[arg(long, default_value_t = 2048, value_name = "TOKENS")]
+    pub(crate) prefix_tokens: u16,
+    /// New tokens of each request, and of each turn.
+    #[arg(long, default_value_t = 100, value_name = "TOKENS", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) new_tokens: u16,
+    /// Turns of each conversation; 0 leaves conversations out.
+    #[arg(long, default_value_t = 4, value_name = "N")]
+    pub(crate) turns: u16,
+    /// Tokens of each answer.
+    #[arg(long, default_value_t = 32, value_name = "TOKENS", value_parser = clap::value_parser!(u16).range(2..))]
+    pub(crate) output_tokens: u16,
+    /// Requests in flight at once.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    pub(crate) concurrency: u16,
+    /// Seed of the requests.
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// decode_overlap_score_weight of the second run.
+    #[arg(long, default_value_t = 1.0, value_name = "WEIGHT", value_parser = weight)]
+    pub(crate) weight: f64,
+    /// Log-probability margin below which two tokens count as tied.
+    #[arg(long, default_value_t = 0.001, value_name = "MARGIN", value_parser = weight)]
+    pub(crate) epsilon: f64,
+    /// Also kill a decode worker in the middle of requests, and start it again.
+    #[arg(long)]
+    pub(crate) kill_decode: bool,
+    /// Port of the frontend; a free one when left out.
+    #[arg(long, value_name = "PORT")]
+    pub(crate) http_port: Option<u16>,
+    /// Write the result as JSON to this file; `-` for standard output in place of the table.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+/// A finite number that is not negative.
+fn weight(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("must be a finite, non-negative number".to_owned()),
+    }
+}
+
+impl Options {
+    fn shape(&self) -> Shape {
+        Shape {
+            prefixes: self.prefixes.into(),
+            requests_per_prefix: self.requests_per_prefix.into(),
+            prefix_tokens: self.prefix_tokens.into(),
+            new_tokens: self.new_tokens.into(),
+            turns: self.turns.into(),
+            output_tokens: self.output_tokens.into(),
+            seed: self.seed,
+        }
+    }
+
+    /// The requests that are sent while a worker is killed: other prefixes, no conversation.
+    fn kill_shape(&self) -> Shape {
+        Shape {
+            turns: 0,
+            seed: self.seed.wrapping_add(1),
+            ..self.shape()
+        }
+    }
+
+    fn validate(&self) -> Result<()> {
+        let longest_tokens = self.shape().longest_tokens();
+        if longest_tokens > MAX_TOKENS {
+            bail!(
+                "the longest prompt with its answer has {longest_tokens} tokens, the workers take \
+                 {MAX_TOKENS}: lower --prefix-tokens, --new-tokens, --output-tokens or --turns"
+            );
+        }
+        if self.kill_decode && self.decode < 2 {
+            bail!("--kill-decode needs --decode 2 or more, so that requests can go elsewhere");
+        }
+        Ok(())
+    }
+}
+
+/// Runs `cargo xtask demo`.
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
+    let report = measure(cache, options)?;
+    let json = serde_json::to_string_pretty(&report)?;
+    match &options.json {
+        Some(path) if path == Path::new("-") => println!("{json}"),
+        Some(path) => {
+            fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
+            print!("{}", report.table());
+        }
+        None => print!("{}", report.table()),
+    }
+    Ok(if report.outputs_are_right() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// Sets up what is missing and does the main job.
+pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
+    options.validate()?;
+    let began = Instant::now();
+    let python = env::engines(cache)?;
+    let parts = Parts {
+        model: env::model(cache, &python)?,
+        frontend: frontend::build(cache)?,
+        python,
+    };
+    say(format!("set-up: {:.1} s", began.elapsed().as_secs_f64()));
+    let began = Instant::now();
+    let runs = cache.folder("runs")?;
+    let folder = tempfile::Builder::new().prefix("run-").tempdir_in(&runs)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
+    let result = runtime.block_on(async {
+        // Dropping the job ends every process that it started.
+        tokio::select! {
+            result = job(&parts, folder.path(), options) => result,
+            signal = interrupted() => bail!("{signal}: everything that was started is stopped"),
+        }
+    });
+    say(format!("main job: {:.1} s", began.elapsed().as_secs_f64()));
+    if result.is_err() {
+        say(format!("logs are kept in {}", folder.keep().display()));
+    }
+    result
+}
+
+async fn interrupted() -> &'static str {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut interrupt), Ok(mut terminate)) = (
+        signal(SignalKind::interrupt()),
+        signal(SignalKind::terminate()),
+    ) else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = interrupt.recv() => "interrupted",
+        _ = terminate.recv() => "terminated",
+    }
+}
+
+/// A request with its prompt and the aggregated worker's answer.
+#[derive(Debug)]
+struct Request {
+    workload: Workload,
+    lane: usize,
+    prompt: Vec<u32>,
+    reference: Reference,
+}
+
+async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> {
+    let client = Client::new(MODEL)?;
+    let model = Model::read(&parts.model)?;
+    let plan = workload::plan(&options.shape(), model.vocab_size);
+    let kill_plan = if options.kill_decode {
+        workload::plan(&options.kill_shape(), model.vocab_size)
+    } else {
+        Vec::new()
+    };
+
+    let aggregated = Aggregated::start(parts, folder, &client).await?;
+    let requests = references(&client, aggregated.base(), &plan, options).await?;
+    let kill_requests = references(&client, aggregated.base(), &kill_plan, options).await?;
+    drop(aggregated);
+
+    let mut runs = Vec::new();
+    let mut answers = Vec::new();
+    for weight in [0.0, options.weight] {
+        let folder = folder.join(format!("weight-{weight}"));
+        let mut fleet = Fleet::start(
+            parts,
+            &folder,
+            &client,
+            options.prefill.into(),
+            options.decode.into(),
+        )?;
+        fleet.start_frontend(weight, options.http_port).await?;
+        let mut workloads = Vec::new();
+        let mut answered = HashMap::new();
+        for workload in [Workload::SharedPrefixes, Workload::Conversation] {
+            let part: Vec<(usize, &Request)> = requests
+                .iter()
+                .enumerate()
+                .filter(|(_, request)| request.workload == workload)
+                .collect();
+            if !part.is_empty() {
+                let (measured, found) =
+                    workload_run(&client, &mut fleet, workload, &part, &model, options).await?;
+                workloads.push(measured);
+                answered.extend(found);
+            }
+        }
+        let decode_events = fleet.decode_events()?;
+        let kill = if options.kill_decode && weight > 0.0 {
+            Some(kill_run(&client, &mut fleet, &kill_requests, options).await?)
+        } else {
+            None
+        };
+        drop(fleet);
+        runs.push(Run {
+            weight,
+            decode_events,
+            workloads,
+            kill,
+        });
+        answers.push(answered);
+    }
+    let equal_between_runs = (0..requests.len())
+        .filter(|index| {
+            let mut found = answers.iter().map(|answers| answers.get(index));
+            let first = found.next();
+            found.all(|answer| Some(answer) == first)
+        })
+        .count();
+    Ok(Report {
+        prefill_workers: options.prefill.into(),
+        decode_workers: options.decode.into(),
+        concurrency: options.concurrency.into(),
+        seed: options.seed,
+        block_size: BLOCK_SIZE,
+        block_bytes: model.block_bytes(),
+        epsilon: options.epsilon,
+        runs,
+        equal_between_runs,
+    })
+}
+
+/// Asks the aggregated worker, one request at a time; later turns contain its answers, so that
+/// every run sends the same prompts.
+async fn references(
+    client: &Client,
+    base: &str,
+    plan: &[Planned],
+    options: &Options,
+) -> Result<Vec<Request>> {
+    let mut step = Step::begin(format!("{} reference answers", plan.len()));
+    let mut before: Vec<(Vec<u32>, Vec<u32>)> = Vec::new();
+    let mut requests = Vec::new();
+    for (index, planned) in plan.iter().enumerate() {
+        let prompt = workload::prompt(plan, index, &before);
+        let reference = client
+            .reference(base, &prompt, options.output_tokens.into())
+            .await
+            .with_context(|| format!("reference answer {index}"))?;
+        before.push((prompt.clone(), reference.tokens.clone()));
+        requests.push(Request {
+            workload: planned.workload,
+            lane: planned.lane,
+            prompt,
+            reference,
+        });
+        step.tick(&format!("({} of {})", index + 1, plan.len()));
+    }
+    step.end();
+    Ok(requests)
+}
+
+/// Sends `requests` and measures what moved meanwhile.
+async fn workload_run(
+    client: &Client,
+    fleet: &mut Fleet,
+    workload: Workload,
+    requests: &[(usize, &Request)],
+    model: &Model,
+    options: &Options,
+) -> Result<(Measured, HashMap<usize, Vec<u32>>)> {
+    let moved_before = fleet.decode_counters(MOVED_BYTES).await?;
+    let finished_before = fleet.decode_counters(FINISHED).await?;
+    let step = Step::begin(format!("{} requests ({workload:?})", requests.len()));
+    let base = fleet.base()?.to_owned();
+    let answers = send_all(requests, options.concurrency.into(), |request| {
+        client.complete(&base, &request.prompt, options.output_tokens.into())
+    })
+    .await;
+    // A dead worker explains a failed request better than the request's own error.
+    fleet.check()?;
+    let answers = answers?;
+    step.end();
+    let (moved, finished) = settled(fleet, &finished_before, requests.len()).await?;
+
+    let verdicts: Vec<(usize, Verdict)> = requests
+        .iter()
+        .map(|(index, request)| {
+            let verdict = compare(&request.reference, &answers[index].tokens, options.epsilon);
+            (*index, verdict)
+        })
+        .collect();
+    let prompts: Vec<&[u32]> = requests
+        .iter()
+        .map(|(_, request)| request.prompt.as_slice())
+        .collect();
+    let with_answers: Vec<(&[u32], &[u32])> = requests
+        .iter()
+        .map(|(_, request)| {
+            let answer = request.reference.tokens.as_slice();
+            (request.prompt.as_slice(), answer)
+        })
+        .collect();
+    let ms = |time: Duration| time.as_secs_f64() * 1000.0;
+    let measured = Measured {
+        workload,
+        requests: requests.len(),
+        prompt_tokens: prompts.iter().map(|prompt| prompt.len()).sum(),
+        full_bytes: workload::full_transfer_blocks(&prompts, BLOCK_SIZE) * model.block_bytes(),
+        once_bytes: workload::once_blocks(&with_answers, BLOCK_SIZE) * model.block_bytes(),
+        moved_bytes: grown(&moved_before, &moved).iter().sum(),
+        decode_requests: grown(&finished_before, &finished),
+        ttft_ms: median(answers.values().map(|answer| ms(answer.ttft)).collect()),
+        inter_token_ms: median(
+            answers
+                .values()
+                .filter_map(|answer| answer.inter_token)
+                .map(ms)
+                .collect(),
+        ),
+        outputs: Tally::of(verdicts.iter().map(|(_, verdict)| verdict)),
+        not_equal: verdicts
+            .into_iter()
+            .filter(|(_, verdict)| *verdict != Verdict::Equal)
+            .collect(),
+    };
+    let tokens = answers
+        .into_iter()
+        .map(|(index, answer)| (index, answer.tokens))
+        .collect();
+    Ok((measured, tokens))
+}
+
+/// Sends requests at most `concurrency` at once, those of a lane in order, and returns the answers
+/// by index.
+async fn send_all<'a, F>(
+    requests: &[(usize, &'a Request)],
+    concurrency: usize,
+    send: impl Fn(&'a Request) -> F,
+) -> Result<HashMap<usize, Answer>>
+where
+    F: Future<Output = Result<Answer>>,
+{
+    let slots = Semaphore::new(concurrency);
+    let mut lanes: HashMap<usize, Arc<Mutex<()>>> = HashMap::new();
+    let sending = requests.iter().map(|(index, request)| {
+        let lane = Arc::clone(lanes.entry(request.lane).or_default());
+        let (slots, send) = (&slots, &send);
+        async move {
+            let _turn = lane.lock().await;
+            let _slot = slots.acquire().await?;
+            let answer = send(request)
+                .await
+                .with_context(|| format!("request {index}"))?;
+            Ok::<_, anyhow::Error>((*index, answer))
+        }
+    });
+    Ok(try_join_all(sending).await?.into_iter().collect())
+}
+
+/// The byte and request counters of the decode workers, after all requests are counted and the
+/// bytes have not changed for [`SETTLE`].
+async fn settled(
+    fleet: &mut Fleet,
+    finished_before: &[f64],
+    requests: usize,
+) -> Result<(Vec<f64>, Vec<f64>)> {
+    let mut step = Step::begin("counters");
+    let deadline = Instant::now() + SETTLE_TIMEOUT;
+    let mut last = Vec::new();
+    let mut since = Instant::now();
+    loop {
+        fleet.check()?;
+        let moved = fleet.decode_counters(MOVED_BYTES).await?;
+        let finished = fleet.decode_counters(FINISHED).await?;
+        if moved != last {
+            last.clone_from(&moved);
+            since = Instant::now();
+        }
+        let counted: u64 = grown(finished_before, &finished).iter().sum();
+        if counted == requests as u64 && since.elapsed() >= SETTLE {
+            step.end();
+            return Ok((moved, finished));
+        }
+        if Instant::now() > deadline {
+            bail!(
+                "after {} s the decode workers count {counted} of {requests} requests",
+                SETTLE_TIMEOUT.as_secs()
+            );
+        }
+        step.tick(&format!("({counted} of {requests} requests counted)"));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+}
+
+/// Growth of counters, which hold whole numbers.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+fn grown(before: &[f64], after: &[f64]) -> Vec<u64> {
+    before
+        .iter()
+        .zip(after)
+        .map(|(before, after)| (after - before).round().max(0.0) as u64)
+        .collect()
+}
+
+/// Kills the first decode worker after a third of the requests, starts it again, and sends the
+/// last third when it is back.
+async fn kill_run(
+    client: &Client,
+    fleet: &mut Fleet,
+    requests: &[Request],
+    options: &Options,
+) -> Result<Kill> {
+    let requests: Vec<(usize, &Request)> = requests.iter().enumerate().collect();
+    let third = requests.len().div_ceil(3);
+    let base = fleet.base()?.to_owned();
+    let failed = AtomicUsize::new(0);
+    let send = async |part: &[(usize, &Request)]| {
+        send_all(part, options.concurrency.into(), |request| {
+            with_retries(client, &base, request, options, &failed)
+        })
+        .await
+    };
+    let (before, rest) = requests.split_at(third.min(requests.len()));
+    let (during, after) = rest.split_at(third.min(rest.len()));
+    let mut answers = send(before).await?;
+    fleet.kill_decode(0)?;
+    answers.extend(send(during).await?);
+    fleet.ready("the router drops the killed worker").await?;
+    fleet.restart_decode(0)?;
+    fleet.ready("the killed worker is back").await?;
+    // A restarted worker counts from 0.
+    answers.extend(send(after).await?);
+    // Its cache is empty, so only new prefixes are sure to reach it: as many as there are workers.
+    let verdicts: Vec<Verdict> = requests
+        .iter()
+        .map(|(index, request)| {
+            compare(&request.reference, &answers[index].tokens, options.epsilon)
+        })
+        .collect();
+    let finished = fleet.decode_counters(FINISHED).await?;
+    Ok(Kill {
+        requests: requests.len(),
+        failed_attempts: failed.load(Ordering::Relaxed),
+        requests_after_restart: grown(&[0.0], &finished)[0],
+        outputs: Tally::of(&verdicts),
+    })
+}
+
+/// The answer to `request`, asked again while a killed worker may still be chosen.
+async fn with_retries(
+    client: &Client,
+    base: &str,
+    request: &Request,
+    options: &Options,
+    failed: &AtomicUsize,
+) -> Result<Answer> {
+    let deadline = Instant::now() + RETRY_TIMEOUT;
+    loop {
+        let answer = client
+            .complete(base, &request.prompt, options.output_tokens.into())
+            .await;
+        match answer {
+            Err(error) if Instant::now() < deadline => {
+                failed.fetch_add(1, Ordering::Relaxed);
+                say(format!("a request failed and is sent again: {error:#}"));
+                tokio::time::sleep(RETRY_PAUSE).await;
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// What the byte counts need of the model.
+#[derive(Debug, serde::Deserialize)]
+struct Model {
+    vocab_size: u32,
+    num_hidden_layers: u64,
+    num_key_value_heads: u64,
+    head_dim: u64,
+    torch_dtype: String,
+}
+
+impl Model {
+    fn read(folder: &Path) -> Result<Self> {
+        let path = folder.join("config.json");
+        let text =
+            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let model: Self = serde_json::from_str(&text)
+            .with_context(|| format!("cannot understand {}", path.display()))?;
+        if model.torch_dtype != "float32" {
+            bail!(
+                "{}: dtype {} is not float32",
+                path.display(),
+                model.torch_dtype
+            );
+        }
+        Ok(model)
+    }
+
+    /// Keys and values of one block over all layers.
+    fn block_bytes(&self) -> u64 {
+        let values = 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim;
+        values * size_of::<f32>() as u64 * BLOCK_SIZE as u64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Debug, Parser)]
+    struct Command {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    fn parse(arguments: &[&str]) -> Result<Options, clap::Error> {
+        let words = std::iter::once(&"demo").chain(arguments);
+        Ok(Command::try_parse_from(words)?.options)
+    }
+
+    #[test]
+    fn a_bad_weight_is_refused_with_option_and_value() {
+        for value in ["-1", "NaN", "inf", "", "1,5", "high"] {
+            let error = parse(&[&format!("--weight={value}")]).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            let error = error.to_string();
+            assert!(error.contains("--weight"), "{error}");
+            assert!(value.is_empty() || error.contains(value), "{error}");
+        }
+    }
+
+    #[test]
+    fn prompts_that_the_workers_cannot_take_are_refused() {
+        assert!(parse(&[]).unwrap().validate().is_ok());
+        let error = parse(&["--prefix-tokens", "9000"]).unwrap().validate();
+        assert!(error.unwrap_err().to_string().contains("8192"));
+        let error = parse(&["--decode", "1", "--kill-decode"])
+            .unwrap()
+            .validate();
+        assert!(error.unwrap_err().to_string().contains("--kill-decode"));
+    }
+
+    #[test]
+    fn a_block_of_the_test_model_has_131_072_bytes() {
+        let model = Model {
+            vocab_size: 4096,
+            num_hidden_layers: 4,
+            num_key_value_heads: 2,
+            head_dim: 64,
+            torch_dtype: "float32".into(),
+        };
+        assert_eq!(model.block_bytes(), 131_072);
+    }
+
+    #[tokio::test]
+    async fn lanes_keep_their_order_and_concurrency_its_bound() {
+        let requests: Vec<Request> = (0..12)
+            .map(|index| Request {
+                workload: Workload::Conversation,
+                lane: index % 3,
+                prompt: vec![u32::try_from(index).unwrap()],
+                reference: Reference {
+                    tokens: Vec::new(),
+                    margins: Vec::new(),
+                },
+            })
+            .collect();
+        let numbered: Vec<(usize, &Request)> = requests.iter().enumerate().collect();
+        let (running, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let order = std::sync::Mutex::new(Vec::new());
+        let answers = send_all(&numbered, 2, |request| {
+            let (running, most, order) = (&running, &most, &order);
+            async move {
+                most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                tokio::task::yield_now().await;
+                order.lock().unwrap().push(request.prompt[0]);
+                running.fetch_sub(1, Ordering::SeqCst);
+                Ok(Answer {
+                    tokens: request.prompt.clone(),
+                    ttft: Duration::ZERO,
+                    inter_token: None,
+                })
+            }
+        })
+        .await
+        .unwrap();
+        assert_eq!(answers.len(), 12);
+        assert_eq!(most.load(Ordering::SeqCst), 2);
+        let order = order.into_inner().unwrap();
+        for lane in 0..3 {
+            let lane: Vec<u32> = order.iter().copied().filter(|id| id % 3 == lane).collect();
+            assert!(lane.is_sorted(), "{order:?}");
+        }
+    }
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The Python environments, the tools and the test model, all in the cache.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result, bail};
+
+use crate::cache::{Cache, Key, project_root};
+use crate::command;
+use crate::progress::say;
+
+/// The lock files hold wheels of this Python alone.
+const PYTHON_VERSION: &str = "3.11";
+const PYTHON_VARIABLE: &str = "KVDELTA_PYTHON";
+
+/// Runs `cargo xtask env`.
+pub(crate) fn run(cache: &Cache) -> Result<ExitCode> {
+    let engines = engines(cache)?;
+    let model = model(cache, &engines)?;
+    println!("engines  {}", engines.display());
+    println!("model    {}", model.display());
+    println!("protoc   {}", protoc(cache)?.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The folder of the Python files and lock files of the engine tests.
+pub(crate) fn engines_folder() -> PathBuf {
+    project_root().join("tests/engines")
+}
+
+/// The Python of the environment with vLLM, NIXL and Dynamo.
+pub(crate) fn engines(cache: &Cache) -> Result<PathBuf> {
+    environment(cache, "python-engines", "requirements.lock")
+}
+
+/// The Python of the environment with ruff and mypy.
+pub(crate) fn linters(cache: &Cache) -> Result<PathBuf> {
+    environment(cache, "python-linters", "dev-requirements.lock")
+}
+
+/// The folder of the test model, made by `tests/engines/make_model.py`.
+pub(crate) fn model(cache: &Cache, engines: &Path) -> Result<PathBuf> {
+    let script = engines_folder().join("make_model.py");
+    let key = Key::new()
+        .file(&script)?
+        .file(&engines_folder().join("requirements.lock"))?;
+    cache.entry("test-model", &key, |folder| {
+        let mut make = Command::new(engines);
+        make.arg(&script).arg(folder);
+        let log = tempfile::NamedTempFile::new()?;
+        command::logged("test model", make, log.path())
+    })
+}
+
+/// The protocol buffer compiler that builds of Dynamo's crates need.
+pub(crate) fn protoc(cache: &Cache) -> Result<PathBuf> {
+    let vendored = protoc_bin_vendored::protoc_bin_path()
+        .context("the protoc of the crate protoc-bin-vendored does not fit this machine")?;
+    let folder = cache.entry("protoc", &Key::new().file(&vendored)?, |folder| {
+        fs::copy(&vendored, folder.join("protoc"))
+            .with_context(|| format!("cannot copy {}", vendored.display()))?;
+        Ok(())
+    })?;
+    Ok(folder.join("protoc"))
+}
+
+/// A virtual environment from a lock file, which holds versions and hashes of all it contains.
+fn environment(cache: &Cache, name: &str, lock_file: &str) -> Result<PathBuf> {
+    let base = base_python()?;
+    let lock = engines_folder().join(lock_file);
+    let key = Key::new()
+        .file(&lock)?
+        .part("python", base.version.as_bytes());
+    let folder = cache.entry(name, &key, |folder| {
+        let log = cache.folder("logs")?.join(format!("{name}.log"));
+        let mut venv = Command::new(&base.path);
+        venv.args(["-m", "venv"]).arg(folder);
+        command::logged(&format!("{name}: virtual environment"), venv, &log)?;
+        let python = folder.join("bin/python");
+        // pip unpacks one package after the other; uv is much faster and reads the same lock.
+        let mut pip = Command::new(&python);
+        pip.args([
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--require-hashes",
+            "-r",
+        ])
+        .arg(engines_folder().join("uv.lock.txt"));
+        command::logged(&format!("{name}: installer"), pip, &log)?;
+        let mut install = Command::new(&python);
+        install
+            .args([
+                "-m",
+                "uv",
+                "pip",
+                "install",
+                "--no-deps",
+                "--require-hashes",
+            ])
+            .arg("--python")
+            .arg(&python)
+            .arg("-r")
+            .arg(&lock)
+            .env("UV_CACHE_DIR", cache.folder("uv")?);
+        command::logged(&format!("{name}: packages"), install, &log)
+    })?;
+    Ok(folder.join("bin/python"))
+}
+
+struct BasePython {
+    path: PathBuf,
+    version: String,
+}
+
+fn base_python() -> Result<BasePython> {
+    let named = std::env::var_os(PYTHON_VARIABLE).filter(|path| !path.is_empty());
+    let candidates: Vec<PathBuf> = match &named {
+        Some(path) => vec![PathBuf::from(path)],
+        None => [&format!("python{PYTHON_VERSION}"), "python3", "python"]
+            .iter()
+            .map(PathBuf::from)
+            .collect(),
+    };
+    let mut seen = Vec::new();
+    for path in candidates {
+        let mut ask = Command::new(&path);
+        ask.args(["-c", "import sys; print('%d.%d.%d' % sys.version_info[:3])"]);
+        match command::output(ask) {
+            Ok(version) => {
+                let version = version.trim().to_owned();
+                if version.starts_with(&format!("{PYTHON_VERSION}.")) {
+                    return Ok(BasePython { path, version });
+                }
+                seen.push(format!("{} is {version}", path.display()));
+            }
+            Err(_) => seen.push(format!("{} is not there", path.display())),
+        }
+    }
+    say("the engines need Python 3.11: their lock file holds wheels of that version");
+    bail!(
+        "no Python {PYTHON_VERSION} ({}): set {PYTHON_VARIABLE} to one",
+        seen.join(", ")
+    )
+}

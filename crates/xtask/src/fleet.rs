@@ -1,0 +1,684 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Real prefill workers, decode workers and a frontend as processes of this machine.
+//!
+//! Every process gets a process group of its own and a log. All of them are gone when the
+//! [`Fleet`] is dropped.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::net::TcpListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+use serde_json::json;
+
+use crate::client::Client;
+use crate::command::tail;
+use crate::progress::{Step, say};
+use crate::report::DecodeEvents;
+
+/// Name under which the workers serve the test model.
+pub(crate) const MODEL: &str = "kvdelta-test";
+/// Tokens in a block; vLLM's CPU attention takes multiples of 32. Also in [`ENGINE_OPTIONS`].
+pub(crate) const BLOCK_SIZE: usize = 32;
+/// Longest sequence that the workers accept. Also in [`ENGINE_OPTIONS`].
+pub(crate) const MAX_TOKENS: usize = 8192;
+
+/// Resident memory of a started worker, measured, with room for its peak.
+const WORKER_BYTES: u64 = 3_400 << 20;
+/// A worker that is not up by then never will be; a cold and busy machine needs minutes.
+const START_TIMEOUT: Duration = Duration::from_secs(900);
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
+const POLL: Duration = Duration::from_millis(500);
+
+/// What a fleet is made of.
+#[derive(Debug, Clone)]
+pub(crate) struct Parts {
+    /// Python of the engines' environment.
+    pub(crate) python: PathBuf,
+    /// Folder of the test model.
+    pub(crate) model: PathBuf,
+    /// The frontend built from the patched crates.
+    pub(crate) frontend: PathBuf,
+}
+
+/// One process, its group and its log.
+#[derive(Debug)]
+struct Process {
+    name: String,
+    child: Child,
+    log: PathBuf,
+}
+
+impl Process {
+    fn spawn(name: &str, mut command: Command, folder: &Path) -> Result<Self> {
+        let log = folder.join(format!("{name}.log"));
+        let output = File::options()
+            .create(true)
+            .append(true)
+            .open(&log)
+            .with_context(|| format!("cannot write {}", log.display()))?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .process_group(0)
+            .spawn()
+            .with_context(|| format!("cannot start {name}"))?;
+        Ok(Self {
+            name: name.to_owned(),
+            child,
+            log,
+        })
+    }
+
+    fn exited(&mut self) -> Result<Option<ExitStatus>> {
+        Ok(self.child.try_wait()?)
+    }
+
+    /// An error with the reason and the tail of the log if the process has ended.
+    fn check(&mut self) -> Result<()> {
+        if let Some(status) = self.exited()? {
+            bail!(
+                "{} ended while it was needed ({status}); the end of {}:\n{}",
+                self.name,
+                self.log.display(),
+                tail(&self.log)
+            );
+        }
+        Ok(())
+    }
+
+    fn group(&self) -> Result<Pid> {
+        Ok(Pid::from_raw(i32::try_from(self.child.id())?))
+    }
+
+    fn signal(&self, signal: Signal) {
+        if let Ok(group) = self.group() {
+            // A group that is gone already is what we want.
+            let _ = killpg(group, signal);
+        }
+    }
+
+    /// Whether any process of the group is left, the leader's children among them.
+    fn is_gone(&mut self) -> bool {
+        let reaped = matches!(self.child.try_wait(), Ok(Some(_)));
+        reaped
+            && self
+                .group()
+                .is_ok_and(|group| killpg(group, None) == Err(Errno::ESRCH))
+    }
+}
+
+/// Ends the processes: asks first, then kills, and waits until they are gone.
+fn stop(processes: &mut [Process]) {
+    for (signal, patience) in [
+        (Signal::SIGTERM, STOP_TIMEOUT),
+        (Signal::SIGKILL, STOP_TIMEOUT),
+    ] {
+        let deadline = Instant::now() + patience;
+        let mut left: Vec<&mut Process> = processes
+            .iter_mut()
+            .filter_map(|process| (!process.is_gone()).then_some(process))
+            .collect();
+        for process in &left {
+            process.signal(signal);
+        }
+        while !left.is_empty() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(50));
+            left.retain_mut(|process| !process.is_gone());
+        }
+        if left.is_empty() {
+            return;
+        }
+    }
+    say("warning: a process could not be ended");
+}
+
+/// What a worker does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    Prefill,
+    Decode,
+}
+
+#[derive(Debug)]
+struct Worker {
+    role: Role,
+    /// Where its metrics are.
+    base: String,
+    process: Process,
+}
+
+/// Prefill and decode workers with one frontend before them.
+#[derive(Debug)]
+pub(crate) struct Fleet {
+    parts: Parts,
+    folder: PathBuf,
+    client: Client,
+    workers: Vec<Worker>,
+    frontend: Option<(Process, String)>,
+}
+
+impl Fleet {
+    /// Starts `prefill` and `decode` workers; logs and discovery go to `folder`. No frontend yet.
+    ///
+    /// # Errors
+    /// Too little memory, or a worker that cannot be started.
+    pub(crate) fn start(
+        parts: &Parts,
+        folder: &Path,
+        client: &Client,
+        prefill: usize,
+        decode: usize,
+    ) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let mut fleet = Self {
+            parts: parts.clone(),
+            folder: folder.to_owned(),
+            client: client.clone(),
+            workers: Vec::new(),
+            frontend: None,
+        };
+        check_memory(prefill + decode, available_bytes()?)?;
+        let roles = std::iter::repeat_n(Role::Prefill, prefill)
+            .chain(std::iter::repeat_n(Role::Decode, decode));
+        for role in roles {
+            let index = fleet
+                .workers
+                .iter()
+                .filter(|worker| worker.role == role)
+                .count();
+            let worker = fleet.spawn_worker(role, index)?;
+            fleet.workers.push(worker);
+        }
+        Ok(fleet)
+    }
+
+    fn spawn_worker(&self, role: Role, index: usize) -> Result<Worker> {
+        let [system, side_channel, events] = free_ports()?;
+        let (mode, kv_role) = match role {
+            Role::Prefill => ("prefill", "kv_producer"),
+            Role::Decode => ("decode", "kv_consumer"),
+        };
+        let mut command = Command::new(&self.parts.python);
+        command
+            .args([
+                "-m",
+                "dynamo.vllm",
+                "--disaggregation-mode",
+                mode,
+                "--model",
+            ])
+            .arg(&self.parts.model)
+            .args(["--served-model-name", MODEL])
+            .args(ENGINE_OPTIONS)
+            .arg("--kv-transfer-config")
+            .arg(
+                json!({
+                    "kv_connector": "NixlConnector",
+                    "kv_role": kv_role,
+                    "kv_buffer_device": "cpu",
+                })
+                .to_string(),
+            )
+            .arg("--kv-events-config")
+            .arg(
+                json!({
+                    "enable_kv_cache_events": true,
+                    "publisher": "zmq",
+                    "endpoint": format!("tcp://*:{events}"),
+                })
+                .to_string(),
+            )
+            .env("DYN_SYSTEM_PORT", system.to_string())
+            .env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+            .env("VLLM_NIXL_SIDE_CHANNEL_PORT", side_channel.to_string())
+            .env("UCX_TLS", "tcp,sm,self")
+            .envs(engine_environment())
+            .envs(self.dynamo_environment());
+        Ok(Worker {
+            role,
+            base: format!("http://127.0.0.1:{system}"),
+            process: Process::spawn(&format!("{mode}-{index}"), command, &self.folder)?,
+        })
+    }
+
+    /// File discovery and brokerless planes: no service has to run beside the processes.
+    fn dynamo_environment(&self) -> [(&'static str, std::ffi::OsString); 4] {
+        [
+            ("DYN_DISCOVERY_BACKEND", "file".into()),
+            ("DYN_FILE_KV", self.folder.join("discovery").into()),
+            ("DYN_REQUEST_PLANE", "tcp".into()),
+            ("DYN_EVENT_PLANE", "zmq".into()),
+        ]
+    }
+
+    /// Starts the frontend with this weight, and waits until it sees every worker.
+    pub(crate) async fn start_frontend(&mut self, weight: f64, port: Option<u16>) -> Result<()> {
+        let port = match port {
+            Some(port) => check_port(port)?,
+            None => free_ports::<1>()?[0],
+        };
+        let mut command = Command::new(&self.parts.frontend);
+        command
+            .args(["--router-mode", "kv", "--http-host", "127.0.0.1"])
+            .args(["--http-port", &port.to_string()])
+            .args(["--kv-cache-block-size", &BLOCK_SIZE.to_string()])
+            .args(["--router-decode-overlap-score-weight", &weight.to_string()])
+            .env("DYN_LOG", "info")
+            .envs(self.dynamo_environment());
+        let process = Process::spawn(&format!("frontend-weight-{weight}"), command, &self.folder)?;
+        self.frontend = Some((process, format!("http://127.0.0.1:{port}")));
+        self.ready("frontend and workers").await
+    }
+
+    /// Waits until the frontend routes to every worker of this fleet and to no other.
+    pub(crate) async fn ready(&mut self, what: &str) -> Result<()> {
+        let mut step = Step::begin(what.to_owned());
+        let deadline = Instant::now() + START_TIMEOUT;
+        loop {
+            self.check()?;
+            let seen = self.registered().await.unwrap_or_default();
+            let wanted = [Role::Prefill, Role::Decode].map(|role| {
+                self.workers
+                    .iter()
+                    .filter(|worker| worker.role == role)
+                    .count()
+            });
+            let found = [Role::Prefill, Role::Decode].map(|role| seen.of(role).len());
+            if found == wanted && self.lists_model().await {
+                step.end();
+                return Ok(());
+            }
+            if Instant::now() > deadline {
+                bail!(
+                    "{what}: after {} s the frontend sees {found:?} of {wanted:?} prefill and \
+                     decode workers; logs are in {}",
+                    START_TIMEOUT.as_secs(),
+                    self.folder.display()
+                );
+            }
+            step.tick(&format!(
+                "(the frontend sees {} of {} prefill, {} of {} decode workers)",
+                found[0], wanted[0], found[1], wanted[1]
+            ));
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    async fn lists_model(&self) -> bool {
+        let Ok(base) = self.base() else { return false };
+        let models = self.client.get(&format!("{base}/v1/models")).await;
+        models.is_ok_and(|models| models.contains(MODEL))
+    }
+
+    async fn registered(&self) -> Result<Registered> {
+        let metrics = self
+            .client
+            .get(&format!("{}/metrics", self.base()?))
+            .await?;
+        Ok(Registered::parse(&metrics))
+    }
+
+    /// Where the frontend listens.
+    pub(crate) fn base(&self) -> Result<&str> {
+        let (_, base) = self.frontend.as_ref().context("no frontend was started")?;
+        Ok(base)
+    }
+
+    /// An error if any process has ended.
+    pub(crate) fn check(&mut self) -> Result<()> {
+        for worker in &mut self.workers {
+            worker.process.check()?;
+        }
+        if let Some((frontend, _)) = &mut self.frontend {
+            frontend.check()?;
+        }
+        Ok(())
+    }
+
+    /// What the frontend did about the KV events of decode workers, by its log.
+    pub(crate) fn decode_events(&self) -> Result<DecodeEvents> {
+        let (frontend, _) = self.frontend.as_ref().context("no frontend was started")?;
+        let log = fs::read_to_string(&frontend.log)
+            .with_context(|| format!("cannot read {}", frontend.log.display()))?;
+        decode_events(&log).with_context(|| {
+            format!(
+                "{} says neither that the frontend subscribed to the decode workers' KV events \
+                 nor that it skipped them",
+                frontend.log.display()
+            )
+        })
+    }
+
+    /// A counter of every decode worker, in their order.
+    pub(crate) async fn decode_counters(&self, name: &str) -> Result<Vec<f64>> {
+        let mut counters = Vec::new();
+        for worker in self.decode_workers() {
+            counters.push(self.client.metric(&worker.base, name).await?.unwrap_or(0.0));
+        }
+        Ok(counters)
+    }
+
+    fn decode_workers(&self) -> impl Iterator<Item = &Worker> {
+        self.workers
+            .iter()
+            .filter(|worker| worker.role == Role::Decode)
+    }
+
+    /// Kills decode worker `index` at once, as a crash would; the frontend is not told.
+    pub(crate) fn kill_decode(&mut self, index: usize) -> Result<()> {
+        let position = self.decode_position(index)?;
+        let mut worker = self.workers.remove(position);
+        worker.process.signal(Signal::SIGKILL);
+        stop(std::slice::from_mut(&mut worker.process));
+        say(format!("killed {}", worker.process.name));
+        Ok(())
+    }
+
+    /// Starts decode worker `index` again after [`Self::kill_decode`].
+    pub(crate) fn restart_decode(&mut self, index: usize) -> Result<()> {
+        check_memory(1, available_bytes()?)?;
+        let worker = self.spawn_worker(Role::Decode, index)?;
+        let prefill = self.workers.len() - self.decode_workers().count();
+        self.workers.insert(prefill + index, worker);
+        Ok(())
+    }
+
+    fn decode_position(&self, index: usize) -> Result<usize> {
+        self.workers
+            .iter()
+            .enumerate()
+            .filter(|(_, worker)| worker.role == Role::Decode)
+            .map(|(position, _)| position)
+            .nth(index)
+            .with_context(|| format!("there is no decode worker {index}"))
+    }
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        let mut processes: Vec<Process> = Vec::new();
+        processes.extend(self.frontend.take().map(|(process, _)| process));
+        processes.extend(self.workers.drain(..).map(|worker| worker.process));
+        stop(&mut processes);
+    }
+}
+
+/// One aggregated vLLM worker with its own HTTP server, for reference answers.
+#[derive(Debug)]
+pub(crate) struct Aggregated {
+    process: Process,
+    base: String,
+}
+
+impl Aggregated {
+    /// Starts it and waits until it answers.
+    pub(crate) async fn start(parts: &Parts, folder: &Path, client: &Client) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        check_memory(1, available_bytes()?)?;
+        let [port] = free_ports()?;
+        let mut command = Command::new(&parts.python);
+        command
+            .args(["-m", "vllm.entrypoints.openai.api_server", "--model"])
+            .arg(&parts.model)
+            .args(["--served-model-name", MODEL])
+            .args(["--host", "127.0.0.1", "--port", &port.to_string()])
+            .args(ENGINE_OPTIONS)
+            .envs(engine_environment());
+        let mut aggregated = Self {
+            process: Process::spawn("aggregated", command, folder)?,
+            base: format!("http://127.0.0.1:{port}"),
+        };
+        let mut step = Step::begin("aggregated worker");
+        let deadline = Instant::now() + START_TIMEOUT;
+        while client
+            .get(&format!("{}/health", aggregated.base))
+            .await
+            .is_err()
+        {
+            aggregated.process.check()?;
+            if Instant::now() > deadline {
+                bail!(
+                    "the aggregated worker is not up after {} s",
+                    START_TIMEOUT.as_secs()
+                );
+            }
+            step.tick("");
+            tokio::time::sleep(POLL).await;
+        }
+        step.end();
+        Ok(aggregated)
+    }
+
+    /// Where it listens.
+    pub(crate) fn base(&self) -> &str {
+        &self.base
+    }
+}
+
+impl Drop for Aggregated {
+    fn drop(&mut self) {
+        stop(std::slice::from_mut(&mut self.process));
+    }
+}
+
+/// Worker ids that a frontend has registered, by pool.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Registered {
+    prefill: HashSet<String>,
+    decode: HashSet<String>,
+}
+
+impl Registered {
+    fn of(&self, role: Role) -> &HashSet<String> {
+        match role {
+            Role::Prefill => &self.prefill,
+            Role::Decode => &self.decode,
+        }
+    }
+
+    /// From the frontend's metrics.
+    fn parse(metrics: &str) -> Self {
+        let mut registered = Self::default();
+        for line in metrics.lines() {
+            let Some(labels) = line.strip_prefix("dynamo_component_router_worker_registered{")
+            else {
+                continue;
+            };
+            let label = |name: &str| {
+                let rest = labels.split(&format!("{name}=\"")).nth(1)?;
+                Some(rest.split('"').next()?.to_owned())
+            };
+            if labels.ends_with("} 0") {
+                continue;
+            }
+            match (label("worker_type").as_deref(), label("router_worker_id")) {
+                (Some("prefill"), Some(id)) => registered.prefill.insert(id),
+                (Some("decode"), Some(id)) => registered.decode.insert(id),
+                _ => false,
+            };
+        }
+        registered
+    }
+}
+
+/// The last word of a frontend's log about the decode pool's KV events.
+fn decode_events(log: &str) -> Option<DecodeEvents> {
+    let mut events = None;
+    let mut ingresses = 0;
+    for line in log.lines() {
+        if line.contains("Skipping KV event subscription") {
+            events = Some(DecodeEvents::Skipped);
+        } else if line.contains("Using direct-ZMQ KV event ingress") {
+            ingresses += 1;
+        }
+    }
+    // The prefill pool always subscribes.
+    if events.is_none() && ingresses >= 2 {
+        events = Some(DecodeEvents::Subscribed);
+    }
+    events
+}
+
+/// Options of vLLM in every worker.
+const ENGINE_OPTIONS: [&str; 8] = [
+    "--block-size",
+    "32",
+    "--max-model-len",
+    "8192",
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--enable-prefix-caching",
+];
+
+fn engine_environment() -> [(&'static str, &'static str); 4] {
+    [
+        ("HF_HUB_OFFLINE", "1"),
+        ("VLLM_NO_USAGE_STATS", "1"),
+        ("VLLM_CPU_KVCACHE_SPACE", "1"),
+        ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+    ]
+}
+
+/// An error if `workers` more workers do not fit into `available_bytes`.
+fn check_memory(workers: usize, available_bytes: u64) -> Result<()> {
+    let needed_bytes = workers as u64 * WORKER_BYTES;
+    if needed_bytes > available_bytes {
+        bail!(
+            "too little memory: {workers} more workers need about {:.1} GiB, available are \
+             {:.1} GiB; ask for fewer with --prefill and --decode",
+            gib(needed_bytes),
+            gib(available_bytes)
+        );
+    }
+    Ok(())
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}
+
+fn available_bytes() -> Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
+    let kib: u64 = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.split_whitespace().next())
+        .and_then(|number| number.parse().ok())
+        .context("/proc/meminfo has no MemAvailable")?;
+    Ok(kib * 1024)
+}
+
+/// Ports that nothing listens on now, all different.
+fn free_ports<const N: usize>() -> Result<[u16; N]> {
+    let mut listeners = Vec::new();
+    let mut ports = [0; N];
+    for port in &mut ports {
+        let listener = TcpListener::bind(("0.0.0.0", 0)).context("no free port")?;
+        *port = listener.local_addr()?.port();
+        listeners.push(listener);
+    }
+    Ok(ports)
+}
+
+/// `port` if nothing listens on it.
+fn check_port(port: u16) -> Result<u16> {
+    TcpListener::bind(("127.0.0.1", port)).with_context(|| format!("port {port} is taken"))?;
+    Ok(port)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_process_takes_its_children_along() {
+        let folder = tempfile::tempdir().unwrap();
+        let pids = folder.path().join("pids");
+        let mut command = Command::new("sh");
+        // The child ignores the polite signal, as a stuck engine would.
+        command.arg("-c").arg(format!(
+            "sh -c 'trap \"\" TERM; echo $$ > {}; sleep 1000' & wait",
+            pids.display()
+        ));
+        let mut process = Process::spawn("test", command, folder.path()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let child = loop {
+            let text = fs::read_to_string(&pids).unwrap_or_default();
+            if let Ok(pid) = text.trim().parse::<i32>() {
+                break Pid::from_raw(pid);
+            }
+            assert!(Instant::now() < deadline);
+            thread::sleep(Duration::from_millis(10));
+        };
+        process.signal(Signal::SIGKILL);
+        stop(std::slice::from_mut(&mut process));
+        assert_eq!(nix::sys::signal::kill(child, None), Err(Errno::ESRCH));
+    }
+
+    #[test]
+    fn an_ended_process_is_an_error_with_its_last_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo no such model >&2; exit 3"]);
+        let mut process = Process::spawn("worker", command, folder.path()).unwrap();
+        process.child.wait().unwrap();
+        let error = process.check().unwrap_err().to_string();
+        for part in ["worker", "exit status: 3", "no such model"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn too_little_memory_is_said_in_one_line() {
+        assert!(check_memory(3, 12 << 30).is_ok());
+        let error = check_memory(5, 12 << 30).unwrap_err().to_string();
+        assert!(error.contains("5 more workers"), "{error}");
+        assert_eq!(error.lines().count(), 1);
+    }
+
+    #[test]
+    fn a_taken_port_is_named() {
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let error = check_port(port).unwrap_err().to_string();
+        assert_eq!(error, format!("port {port} is taken"));
+    }
+
+    #[test]
+    fn registered_workers_are_counted_by_pool() {
+        let metrics = "# TYPE dynamo_component_router_worker_registered gauge\n\
+            dynamo_component_router_worker_registered{dp_rank=\"0\",router_worker_id=\"1\",worker_type=\"decode\"} 1\n\
+            dynamo_component_router_worker_registered{dp_rank=\"0\",router_worker_id=\"2\",worker_type=\"decode\"} 0\n\
+            dynamo_component_router_worker_registered{dp_rank=\"0\",router_worker_id=\"3\",worker_type=\"prefill\"} 1\n";
+        let registered = Registered::parse(metrics);
+        assert_eq!(registered.decode, HashSet::from(["1".to_owned()]));
+        assert_eq!(registered.prefill, HashSet::from(["3".to_owned()]));
+    }
+
+    #[test]
+    fn the_log_tells_whether_decode_events_are_used() {
+        let prefill = "INFO Using direct-ZMQ KV event ingress on the application runtime\n";
+        let skipped = "INFO Skipping KV event subscription requirement=not_required\n";
+        assert_eq!(decode_events(prefill), None);
+        assert_eq!(
+            decode_events(&format!("{skipped}{prefill}")),
+            Some(DecodeEvents::Skipped)
+        );
+        assert_eq!(
+            decode_events(&format!("{prefill}{prefill}")),
+            Some(DecodeEvents::Subscribed)
+        );
+    }
+}

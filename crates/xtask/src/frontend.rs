@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The frontend built from the patched crates.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+use crate::cache::{Cache, project_root};
+use crate::command;
+use crate::env;
+use crate::patch;
+use crate::upstream::Pins;
+
+/// The program's name.
+pub(crate) const NAME: &str = "kvdelta-frontend";
+
+/// What Dynamo's crates need, and the mark that they are patched.
+const RUSTFLAGS: &str = "--cfg tokio_unstable --cfg kvdelta_patched";
+
+/// The folder of the frontend's sources.
+pub(crate) fn folder() -> PathBuf {
+    project_root().join("tests/dynamo-frontend")
+}
+
+/// The built frontend, from the cache if nothing that goes into it has changed.
+pub(crate) fn build(cache: &Cache) -> Result<PathBuf> {
+    let mut key = patch::key()?
+        .part("rustc", rustc_version()?.as_bytes())
+        .part("rustflags", RUSTFLAGS.as_bytes())
+        .file(&folder().join("Cargo.toml"))?
+        .file(&folder().join("Cargo.lock"))?;
+    for source in sources(&folder().join("src"))? {
+        let text =
+            fs::read(&source).with_context(|| format!("cannot read {}", source.display()))?;
+        let name = source.strip_prefix(folder())?.to_string_lossy();
+        key = key.part(&name, &text);
+    }
+    let entry = cache.entry(NAME, &key, |entry| {
+        let log = cache.folder("logs")?.join(format!("{NAME}.log"));
+        command::logged(
+            "frontend from the patched crates (about 850 crates when cold)",
+            cargo(cache, "build")?,
+            &log,
+        )?;
+        let built = target(cache)?.join("debug").join(NAME);
+        fs::copy(&built, entry.join(NAME))
+            .with_context(|| format!("cannot copy {}", built.display()))?;
+        Ok(())
+    })?;
+    Ok(entry.join(NAME))
+}
+
+/// A cargo command on the frontend's workspace with the patched crates in place of the registry's.
+pub(crate) fn cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
+    let patched = patch::patched(cache)?;
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo
+        .arg(subcommand)
+        .arg("--locked")
+        .current_dir(folder())
+        .env("RUSTFLAGS", RUSTFLAGS)
+        .env("PROTOC", env::protoc(cache)?)
+        .env("CARGO_TARGET_DIR", target(cache)?)
+        .env_remove("CARGO_MANIFEST_DIR");
+    for pin in Pins::read()?.crates {
+        cargo.arg("--config").arg(format!(
+            "patch.crates-io.{}.path={:?}",
+            pin.name,
+            patched.join(&pin.path).display().to_string()
+        ));
+    }
+    Ok(cargo)
+}
+
+fn target(cache: &Cache) -> Result<PathBuf> {
+    cache.folder("target/frontend")
+}
+
+fn rustc_version() -> Result<String> {
+    let mut rustc = Command::new("rustc");
+    rustc.arg("-vV").current_dir(project_root());
+    command::output(rustc)
+}
+
+/// Every file under `folder`, sorted.
+fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let entries =
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    for entry in entries {
+        let path = entry?.path();
+        if path.is_dir() {
+            files.extend(sources(&path)?);
+        } else {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}

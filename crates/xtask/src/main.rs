@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! `cargo xtask`: the commands that set up, patch, run and test kvdelta.
+
+mod cache;
+mod client;
+mod command;
+mod demo;
+mod env;
+mod fleet;
+mod frontend;
+mod outputs;
+mod patch;
+mod progress;
+mod report;
+mod test;
+mod upstream;
+mod workload;
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+use crate::cache::Cache;
+
+/// Set up, patch, run and test kvdelta.
+///
+/// Heavy things (Python environment, patched sources, builds) are kept in one cache folder,
+/// `KVDELTA_CACHE`, and made again only when what went into them changes.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", version)]
+#[command(after_help = "Examples:
+  cargo xtask demo                      patch Dynamo, run it with real vLLM workers, show bytes moved
+  cargo xtask demo --decode 4 --json run.json
+  cargo xtask patch --check             does the series apply to the pinned sources?
+  cargo xtask test --fast               format, lints and the tests that need no engine
+  cargo xtask test                      everything
+
+Exit codes: 0 done and true, 1 failed or not true, 2 bad option.")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Make the Python environment with the pinned engines, the tools and the test model.
+    Env,
+    /// Take the pinned upstream sources and apply the patch series to them.
+    Patch(patch::Options),
+    /// Patch Dynamo, run it with real vLLM workers, and show how many bytes of KV moved.
+    Demo(demo::Options),
+    /// Format, lints and all tests.
+    Test(test::Options),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli.command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<ExitCode> {
+    let cache = Cache::open()?;
+    match command {
+        Command::Env => env::run(&cache),
+        Command::Patch(options) => patch::run(&cache, &options),
+        Command::Demo(options) => demo::run(&cache, &options),
+        Command::Test(options) => test::run(&cache, &options),
+    }
+}

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The patch series: applied in order to the pinned sources, with neither offset nor fuzz.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use diffy::patch_set::{FileOperation, FilePatch, ParseOptions, PatchSet};
+use diffy::{Hunk, Line};
+
+use crate::cache::{Cache, Key};
+use crate::progress::say;
+use crate::upstream::{Pins, series_folder};
+
+/// Options of `cargo xtask patch`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  cargo xtask patch                  prints the folder of the patched sources
+  cargo xtask patch --check          only tries: exit code 0 if every patch applies
+  cargo xtask patch --out dynamo     writes the patched sources to a new folder")]
+pub(crate) struct Options {
+    /// Only try; write nothing outside a temporary folder.
+    #[arg(long)]
+    check: bool,
+    /// Write the patched sources to this folder, which must not exist.
+    #[arg(long, value_name = "DIR", conflicts_with = "check")]
+    out: Option<PathBuf>,
+}
+
+/// Runs `cargo xtask patch`.
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
+    if options.check {
+        let folder = tempfile::tempdir()?;
+        prepare(folder.path())?;
+        say("every patch of the series applies");
+    } else if let Some(out) = &options.out {
+        if out.exists() {
+            bail!("{} exists: name a folder that does not", out.display());
+        }
+        prepare(out)?;
+        println!("{}", out.display());
+    } else {
+        println!("{}", patched(cache)?.display());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The patched sources in the cache, made when they are not there: the layout of Dynamo's
+/// repository, with the crates of the pins alone.
+pub(crate) fn patched(cache: &Cache) -> Result<PathBuf> {
+    cache.entry("dynamo-patched", &key()?, prepare)
+}
+
+/// What decides the patched sources: the pins, the series and its patches.
+pub(crate) fn key() -> Result<Key> {
+    let mut key = Key::new()
+        .file(&series_folder().join("pins.toml"))?
+        .file(&series_folder().join("series"))?;
+    for name in series()? {
+        key = key.file(&series_folder().join(name))?;
+    }
+    Ok(key)
+}
+
+fn prepare(target: &Path) -> Result<()> {
+    let pins = Pins::read()?;
+    say(format!(
+        "upstream sources: {} crates of Dynamo {}",
+        pins.crates.len(),
+        pins.version
+    ));
+    let packed = pins.fetch()?;
+    pins.unpack(&packed, target)?;
+    for name in series()? {
+        let path = series_folder().join(&name);
+        let text =
+            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        apply(target, &text).with_context(|| format!("{name} does not apply"))?;
+        say(format!("applied {name}"));
+    }
+    Ok(())
+}
+
+/// The names in `series`, in order; `#` begins a remark.
+fn series() -> Result<Vec<String>> {
+    let path = series_folder().join("series");
+    let text =
+        fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    Ok(text
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or_default().trim())
+        .filter(|name| !name.is_empty())
+        .map(str::to_owned)
+        .collect())
+}
+
+/// Applies one patch under `root`, wholly or not at all.
+fn apply(root: &Path, text: &str) -> Result<()> {
+    let mut changed: BTreeMap<PathBuf, String> = BTreeMap::new();
+    for file in PatchSet::parse(text, ParseOptions::gitdiff()) {
+        let file = file.context("not a patch in git's format")?;
+        let (path, content) = patched_file(root, &changed, &file)?;
+        changed.insert(path, content);
+    }
+    if changed.is_empty() {
+        bail!("it changes no file");
+    }
+    for (path, content) in changed {
+        let path = root.join(path);
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        fs::write(&path, content).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn patched_file(
+    root: &Path,
+    changed: &BTreeMap<PathBuf, String>,
+    file: &FilePatch<'_, str>,
+) -> Result<(PathBuf, String)> {
+    let (path, creates) = match file.operation().strip_prefix(1) {
+        FileOperation::Modify { original, modified } if original == modified => {
+            (PathBuf::from(modified.into_owned()), false)
+        }
+        FileOperation::Create(path) => (PathBuf::from(path.into_owned()), true),
+        other => bail!("{other:?}: the series only changes and adds files"),
+    };
+    if !path
+        .components()
+        .all(|part| matches!(part, Component::Normal(_)))
+    {
+        bail!("{}: not a path inside the sources", path.display());
+    }
+    let old = match (changed.get(&path), creates) {
+        (Some(content), _) => content.clone(),
+        (None, true) if root.join(&path).exists() => bail!("{}: exists already", path.display()),
+        (None, true) => String::new(),
+        (None, false) => fs::read_to_string(root.join(&path))
+            .with_context(|| format!("{}: not in the sources", path.display()))?,
+    };
+    let patch = file
+        .patch()
+        .as_text()
+        .with_context(|| format!("{}: a binary change", path.display()))?;
+    let new = apply_hunks(&old, patch.hunks()).with_context(|| path.display().to_string())?;
+    Ok((path, new))
+}
+
+/// Applies `hunks` exactly where they say. `git apply` and `patch` would look around instead.
+fn apply_hunks(old: &str, hunks: &[Hunk<'_, str>]) -> Result<String> {
+    let old: Vec<&str> = old.split_inclusive('\n').collect();
+    let mut new = String::new();
+    let mut next = 0;
+    for (index, hunk) in hunks.iter().enumerate() {
+        let number = index + 1;
+        // An empty range names the line before it, a filled one its first line (from 1).
+        let range = hunk.old_range();
+        let start = if range.is_empty() {
+            range.start()
+        } else {
+            range.start().saturating_sub(1)
+        };
+        if start < next || start > old.len() {
+            bail!(
+                "hunk {number} at line {}: out of order or behind the end of the file",
+                range.start()
+            );
+        }
+        new.extend(old[next..start].iter().copied());
+        next = start;
+        for line in hunk.lines() {
+            match *line {
+                Line::Insert(text) => new.push_str(text),
+                Line::Context(text) | Line::Delete(text) => {
+                    let found = old.get(next).copied();
+                    if found != Some(text) {
+                        bail!(
+                            "hunk {number} at line {}: expected {:?}, found {}",
+                            next + 1,
+                            text.trim_end(),
+                            found.map_or("the end of the file".to_owned(), |found| format!(
+                                "{:?}",
+                                found.trim_end()
+                            ))
+                        );
+                    }
+                    if matches!(line, Line::Context(_)) {
+                        new.push_str(text);
+                    }
+                    next += 1;
+                }
+            }
+        }
+    }
+    new.extend(old[next..].iter().copied());
+    Ok(new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OLD: &str = "one\ntwo\nthree\nfour\nfive\n";
+    const PATCH: &str = "Description: a header\n of two lines\n---\nremarks\n\n\
+        diff --git a/lib/x.rs b/lib/x.rs\n--- a/lib/x.rs\n+++ b/lib/x.rs\n\
+        @@ -1,3 +1,4 @@\n one\n+and a half\n two\n three\n@@ -5 +6 @@\n-five\n+six\n";
+
+    fn sources(content: &str) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("lib")).unwrap();
+        fs::write(root.path().join("lib/x.rs"), content).unwrap();
+        root
+    }
+
+    #[test]
+    fn a_patch_below_its_header_applies() {
+        let root = sources(OLD);
+        apply(root.path(), PATCH).unwrap();
+        assert_eq!(
+            fs::read_to_string(root.path().join("lib/x.rs")).unwrap(),
+            "one\nand a half\ntwo\nthree\nfour\nsix\n"
+        );
+    }
+
+    #[test]
+    fn an_offset_is_an_error_that_names_file_hunk_and_line_and_changes_nothing() {
+        let moved = format!("zero\n{OLD}");
+        let root = sources(&moved);
+        let error = format!("{:#}", apply(root.path(), PATCH).unwrap_err());
+        for part in ["lib/x.rs", "hunk 1", "line 1", "\"one\"", "\"zero\""] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert_eq!(
+            fs::read_to_string(root.path().join("lib/x.rs")).unwrap(),
+            moved
+        );
+    }
+
+    #[test]
+    fn a_context_that_differs_is_an_error() {
+        let root = sources(&OLD.replace("five", "5"));
+        let error = format!("{:#}", apply(root.path(), PATCH).unwrap_err());
+        assert!(error.contains("hunk 2 at line 5"), "{error}");
+    }
+
+    #[test]
+    fn a_file_can_be_added_but_not_over_another() {
+        let patch = "diff --git a/lib/y.rs b/lib/y.rs\nnew file mode 100644\n\
+            --- /dev/null\n+++ b/lib/y.rs\n@@ -0,0 +1 @@\n+new\n";
+        let root = sources(OLD);
+        apply(root.path(), patch).unwrap();
+        assert_eq!(
+            fs::read_to_string(root.path().join("lib/y.rs")).unwrap(),
+            "new\n"
+        );
+        assert!(apply(root.path(), patch).is_err());
+    }
+
+    #[test]
+    fn a_path_out_of_the_sources_is_refused() {
+        let patch = "diff --git a/../y.rs b/../y.rs\nnew file mode 100644\n\
+            --- /dev/null\n+++ b/../y.rs\n@@ -0,0 +1 @@\n+new\n";
+        let root = sources(OLD);
+        let error = format!("{:#}", apply(root.path(), patch).unwrap_err());
+        assert!(error.contains("not a path inside"), "{error}");
+    }
+
+    #[test]
+    fn the_series_names_patches_that_are_there() {
+        let names = series().unwrap();
+        assert!(!names.is_empty());
+        for name in names {
+            assert!(series_folder().join(&name).is_file(), "{name}");
+        }
+    }
+}

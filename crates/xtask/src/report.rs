@@ -1,0 +1,356 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The result of the main job as a table and as JSON.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use crate::outputs::{Tally, Verdict};
+use crate::workload::Workload;
+
+/// The whole result.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    /// Prefill workers.
+    pub(crate) prefill_workers: usize,
+    /// Decode workers.
+    pub(crate) decode_workers: usize,
+    /// Requests in flight at once.
+    pub(crate) concurrency: usize,
+    /// Seed of the requests.
+    pub(crate) seed: u64,
+    /// Tokens in a block.
+    pub(crate) block_size: usize,
+    /// KV bytes of a block, over all layers.
+    pub(crate) block_bytes: u64,
+    /// Margin below which two tokens count as tied, in log-probability.
+    pub(crate) epsilon: f64,
+    /// Weight 0 first.
+    pub(crate) runs: Vec<Run>,
+    /// Requests whose answers are equal in all runs.
+    pub(crate) equal_between_runs: usize,
+}
+
+/// One run of all workloads with one weight.
+#[derive(Debug, Serialize)]
+pub(crate) struct Run {
+    /// `decode_overlap_score_weight`.
+    pub(crate) weight: f64,
+    /// Whether the frontend's log says that it subscribed to the decode workers' KV events.
+    pub(crate) decode_events: DecodeEvents,
+    /// The workloads.
+    pub(crate) workloads: Vec<Measured>,
+    /// A decode worker that was killed and started again on purpose.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kill: Option<Kill>,
+}
+
+/// What the frontend did about the KV events of decode workers, by its log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum DecodeEvents {
+    /// It subscribed.
+    Subscribed,
+    /// It said that it skips them.
+    Skipped,
+}
+
+/// One workload of a run.
+#[derive(Debug, Serialize)]
+pub(crate) struct Measured {
+    /// Which.
+    pub(crate) workload: Workload,
+    /// Requests sent, each answered.
+    pub(crate) requests: usize,
+    /// Tokens of all prompts.
+    pub(crate) prompt_tokens: usize,
+    /// Bytes of the KV of all prompts.
+    pub(crate) full_bytes: u64,
+    /// Bytes if every prefix had travelled once.
+    pub(crate) once_bytes: u64,
+    /// Bytes that NIXL moved, by the decode workers' counters.
+    pub(crate) moved_bytes: u64,
+    /// Requests that each decode worker finished.
+    pub(crate) decode_requests: Vec<u64>,
+    /// Median time to the first token.
+    pub(crate) ttft_ms: f64,
+    /// Median over requests of the mean time between tokens.
+    pub(crate) inter_token_ms: f64,
+    /// Comparison with the aggregated worker.
+    pub(crate) outputs: Tally,
+    /// Answers that are not equal, by request.
+    pub(crate) not_equal: Vec<(usize, Verdict)>,
+}
+
+/// What happened around the killed worker.
+#[derive(Debug, Serialize)]
+pub(crate) struct Kill {
+    /// Requests sent before, during and after; each was answered in the end.
+    pub(crate) requests: usize,
+    /// Attempts that ended in an error before the router had dropped the worker.
+    pub(crate) failed_attempts: usize,
+    /// Requests that the worker finished after it was started again.
+    pub(crate) requests_after_restart: u64,
+    /// Comparison with the aggregated worker.
+    pub(crate) outputs: Tally,
+}
+
+impl Report {
+    /// Whether every answer is that of the aggregated worker, near ties aside.
+    pub(crate) fn outputs_are_right(&self) -> bool {
+        let kills = self.runs.iter().filter_map(|run| run.kill.as_ref());
+        self.measured()
+            .map(|measured| measured.outputs)
+            .chain(kills.map(|kill| kill.outputs))
+            .all(|outputs| outputs.different == 0)
+    }
+
+    fn measured(&self) -> impl Iterator<Item = &Measured> {
+        self.runs.iter().flat_map(|run| &run.workloads)
+    }
+
+    /// The table for people, and the line about outputs.
+    pub(crate) fn table(&self) -> String {
+        let mut text = format!(
+            "{} prefill + {} decode workers, {} in flight, blocks of {} tokens ({} bytes), seed {}\n",
+            self.prefill_workers,
+            self.decode_workers,
+            self.concurrency,
+            self.block_size,
+            self.block_bytes,
+            self.seed
+        );
+        let workloads = self.runs.first().map_or(0, |run| run.workloads.len());
+        for index in 0..workloads {
+            let measured: Vec<&Measured> =
+                self.runs.iter().map(|run| &run.workloads[index]).collect();
+            let title = match measured[0].workload {
+                Workload::SharedPrefixes => "shared prefixes",
+                Workload::Conversation => "conversation",
+            };
+            row(
+                &mut text,
+                title,
+                self.runs.iter().map(|run| format!("weight {}", run.weight)),
+            );
+            text.push_str(&"-".repeat(78));
+            text.push('\n');
+            let mut line = |name: &str, cell: &dyn Fn(&Measured) -> String| {
+                row(
+                    &mut text,
+                    name,
+                    measured.iter().map(|measured| cell(measured)),
+                );
+            };
+            line("requests", &|m| m.requests.to_string());
+            line("prompt tokens", &|m| grouped(m.prompt_tokens as u64));
+            line("bytes of a full transfer", &|m| grouped(m.full_bytes));
+            line("bytes moved", &|m| grouped(m.moved_bytes));
+            line("bytes if every prefix travelled once", &|m| {
+                grouped(m.once_bytes)
+            });
+            line("saved of a full transfer", &|m| {
+                percent(1.0 - m.moved_bytes as f64 / m.full_bytes as f64)
+            });
+            line("share of each decode worker", &shares);
+            line("time to first token, median", &|m| {
+                format!("{:.0} ms", m.ttft_ms)
+            });
+            line("time between tokens, median", &|m| {
+                format!("{:.1} ms", m.inter_token_ms)
+            });
+            text.push('\n');
+        }
+        text.push_str(&self.outputs_line());
+        for run in &self.runs {
+            let events = match run.decode_events {
+                DecodeEvents::Subscribed => "subscribed to the decode workers' KV events",
+                DecodeEvents::Skipped => "skipped the decode workers' KV events",
+            };
+            let _ = writeln!(text, "Weight {}: the router {events}.", run.weight);
+            if let Some(kill) = &run.kill {
+                let _ = writeln!(
+                    text,
+                    "Weight {}: a decode worker was killed among {} more requests: {} attempts \
+                     failed and were repeated, {} answers equal, {} near ties, {} different; \
+                     started again it finished {} requests.",
+                    run.weight,
+                    kill.requests,
+                    kill.failed_attempts,
+                    kill.outputs.equal,
+                    kill.outputs.near_ties,
+                    kill.outputs.different,
+                    kill.requests_after_restart
+                );
+            }
+        }
+        text
+    }
+
+    fn outputs_line(&self) -> String {
+        let answers: usize = self.measured().map(|measured| measured.requests).sum();
+        let (mut equal, mut near_ties, mut different) = (0, 0, 0);
+        for measured in self.measured() {
+            equal += measured.outputs.equal;
+            near_ties += measured.outputs.near_ties;
+            different += measured.outputs.different;
+        }
+        let requests = answers / self.runs.len().max(1);
+        let mut text = format!(
+            "Outputs: {equal} of {answers} equal to one aggregated worker, {near_ties} differ from a \
+             near tie on (margin below {}), {different} differ otherwise; {} of {requests} equal in \
+             all runs.\n",
+            self.epsilon, self.equal_between_runs
+        );
+        for run in &self.runs {
+            for (request, verdict) in run
+                .workloads
+                .iter()
+                .flat_map(|measured| &measured.not_equal)
+            {
+                let _ = writeln!(
+                    text,
+                    "  weight {}, request {request}: {verdict:?}",
+                    run.weight
+                );
+            }
+        }
+        text
+    }
+}
+
+fn row(text: &mut String, name: &str, cells: impl Iterator<Item = String>) {
+    let _ = write!(text, "{name:<38}");
+    for cell in cells {
+        let _ = write!(text, "{cell:>20}");
+    }
+    text.push('\n');
+}
+
+fn shares(measured: &Measured) -> String {
+    let all: u64 = measured.decode_requests.iter().sum();
+    let shares: Vec<String> = measured
+        .decode_requests
+        .iter()
+        .map(|requests| percent(*requests as f64 / all.max(1) as f64))
+        .collect();
+    shares.join(" ")
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.0}%", share * 100.0)
+}
+
+/// Digits in groups of three.
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index) % 3 == 0 {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// The median; 0 of nothing.
+pub(crate) fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => 0.0,
+        odd if odd % 2 == 1 => values[odd / 2],
+        even => f64::midpoint(values[even / 2 - 1], values[even / 2]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured(moved_bytes: u64, outputs: Tally) -> Measured {
+        Measured {
+            workload: Workload::SharedPrefixes,
+            requests: 4,
+            prompt_tokens: 8592,
+            full_bytes: 1000,
+            once_bytes: 300,
+            moved_bytes,
+            decode_requests: vec![3, 1],
+            ttft_ms: 180.4,
+            inter_token_ms: 9.96,
+            outputs,
+            not_equal: Vec::new(),
+        }
+    }
+
+    fn report(different: usize) -> Report {
+        let run = |weight, moved_bytes, decode_events, different| Run {
+            weight,
+            decode_events,
+            workloads: vec![measured(
+                moved_bytes,
+                Tally {
+                    equal: 4 - different,
+                    near_ties: 0,
+                    different,
+                },
+            )],
+            kill: None,
+        };
+        Report {
+            prefill_workers: 1,
+            decode_workers: 2,
+            concurrency: 1,
+            seed: 1,
+            block_size: 32,
+            block_bytes: 131_072,
+            epsilon: 0.001,
+            runs: vec![
+                run(0.0, 600, DecodeEvents::Skipped, 0),
+                run(1.0, 300, DecodeEvents::Subscribed, different),
+            ],
+            equal_between_runs: 4,
+        }
+    }
+
+    #[test]
+    fn the_table_says_what_was_measured() {
+        let table = report(0).table();
+        for part in [
+            "weight 0",
+            "weight 1",
+            "8,592",
+            "40%",
+            "70%",
+            "75% 25%",
+            "180 ms",
+            "8 of 8 equal",
+            "4 of 4 equal in all runs",
+            "skipped the decode workers' KV events",
+        ] {
+            assert!(table.contains(part), "no {part:?} in\n{table}");
+        }
+    }
+
+    #[test]
+    fn one_wrong_answer_makes_the_report_wrong() {
+        assert!(report(0).outputs_are_right());
+        assert!(!report(1).outputs_are_right());
+    }
+
+    #[test]
+    fn numbers_are_grouped() {
+        assert_eq!(
+            [0, 999, 1000, 83_886_080].map(grouped),
+            ["0", "999", "1,000", "83,886,080"]
+        );
+    }
+
+    #[test]
+    fn the_median_of_even_counts_lies_between() {
+        assert_eq!(median(vec![3.0, 1.0]).to_bits(), 2.0_f64.to_bits());
+        assert_eq!(median(vec![9.0, 1.0, 2.0]).to_bits(), 2.0_f64.to_bits());
+    }
+}

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The pinned upstream sources: fetched by cargo from its registry, checked, unpacked.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use crate::cache::{project_root, sha256};
+use crate::command;
+
+/// The folder of the patch series for one Dynamo version.
+pub(crate) fn series_folder() -> PathBuf {
+    project_root().join("patches/dynamo-1.6.1")
+}
+
+/// `pins.toml`: one Dynamo version, and the crates of it that the series touches.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Pins {
+    /// Version of every crate.
+    pub(crate) version: String,
+    /// Commit of Dynamo's repository that the crates were packed from.
+    pub(crate) commit: String,
+    /// The crates.
+    #[serde(rename = "crate")]
+    pub(crate) crates: Vec<Pin>,
+}
+
+/// One pinned crate.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Pin {
+    /// Name on the registry.
+    pub(crate) name: String,
+    /// Folder in Dynamo's repository.
+    pub(crate) path: String,
+    /// SHA-256 of the packed crate.
+    pub(crate) sha256: String,
+}
+
+#[derive(Deserialize)]
+struct VcsInfo {
+    git: Git,
+    path_in_vcs: String,
+}
+
+#[derive(Deserialize)]
+struct Git {
+    sha1: String,
+}
+
+impl Pins {
+    /// Reads `pins.toml` of the series.
+    pub(crate) fn read() -> Result<Self> {
+        let path = series_folder().join("pins.toml");
+        let text =
+            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        toml::from_str(&text).with_context(|| format!("cannot understand {}", path.display()))
+    }
+
+    /// Fetches every crate and returns its packed bytes, in the order of the pins.
+    ///
+    /// # Errors
+    /// A crate that cannot be had, or whose checksum is not the pinned one.
+    pub(crate) fn fetch(&self) -> Result<Vec<Vec<u8>>> {
+        self.crates
+            .iter()
+            .map(|pin| {
+                let packed = fetch(&pin.name, &self.version)?;
+                pin.check(&self.version, &packed)?;
+                Ok(packed)
+            })
+            .collect()
+    }
+
+    /// Unpacks the fetched crates under `target`, each at its path in Dynamo's repository.
+    pub(crate) fn unpack(&self, packed: &[Vec<u8>], target: &Path) -> Result<()> {
+        for (pin, packed) in self.crates.iter().zip(packed) {
+            let folder = target.join(&pin.path);
+            pin.unpack(&self.version, &self.commit, packed, &folder)
+                .with_context(|| format!("cannot unpack {} {}", pin.name, self.version))?;
+        }
+        Ok(())
+    }
+}
+
+impl Pin {
+    fn check(&self, version: &str, packed: &[u8]) -> Result<()> {
+        let found = sha256(packed);
+        if found != self.sha256 {
+            bail!(
+                "{} {version}: the registry's source has SHA-256 {found}, pinned is {}; \
+                 nothing was applied",
+                self.name,
+                self.sha256
+            );
+        }
+        Ok(())
+    }
+
+    fn unpack(&self, version: &str, commit: &str, packed: &[u8], folder: &Path) -> Result<()> {
+        let parent = folder.parent().context("a pinned path has no parent")?;
+        fs::create_dir_all(parent)?;
+        let scratch = tempfile::tempdir_in(parent)?;
+        tar::Archive::new(flate2::read::GzDecoder::new(packed)).unpack(scratch.path())?;
+        fs::rename(
+            scratch.path().join(format!("{}-{version}", self.name)),
+            folder,
+        )?;
+        let info: VcsInfo =
+            serde_json::from_str(&fs::read_to_string(folder.join(".cargo_vcs_info.json"))?)?;
+        if info.git.sha1 != commit || info.path_in_vcs != self.path {
+            bail!(
+                "packed from commit {} at {}, pinned is {commit} at {}",
+                info.git.sha1,
+                info.path_in_vcs,
+                self.path
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The packed crate `name`: from cargo's cache, else from its registry by way of the cache.
+fn fetch(name: &str, version: &str) -> Result<Vec<u8>> {
+    let file = format!("{name}-{version}.crate");
+    if let Some(packed) = cached(&file)? {
+        return Ok(packed);
+    }
+    // Of cargo's commands only `info` fetches a single crate; it leaves it in the cache.
+    let mut info = Command::new(env!("CARGO"));
+    info.args(["info", "--quiet", &format!("{name}@{version}")])
+        .current_dir(std::env::temp_dir());
+    command::output(info).with_context(|| format!("cannot fetch {name} {version}"))?;
+    cached(&file)?.with_context(|| {
+        format!("cargo fetched {name} {version}, but its cache does not hold {file}")
+    })
+}
+
+/// The file of this name in cargo's cache of any registry.
+fn cached(file: &str) -> Result<Option<Vec<u8>>> {
+    let folder = cargo_home()?.join("registry/cache");
+    let Ok(registries) = fs::read_dir(&folder) else {
+        return Ok(None);
+    };
+    for registry in registries {
+        let path = registry?.path().join(file);
+        if path.exists() {
+            let packed =
+                fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            return Ok(Some(packed));
+        }
+    }
+    Ok(None)
+}
+
+fn cargo_home() -> Result<PathBuf> {
+    match std::env::var_os("CARGO_HOME") {
+        Some(path) => Ok(PathBuf::from(path)),
+        None => {
+            let home = std::env::var_os("HOME").context("neither CARGO_HOME nor HOME is set")?;
+            Ok(Path::new(&home).join(".cargo"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pin(sha256: &str) -> Pin {
+        Pin {
+            name: "dynamo-x".into(),
+            path: "lib/x".into(),
+            sha256: sha256.into(),
+        }
+    }
+
+    #[test]
+    fn a_changed_source_is_refused_with_both_checksums() {
+        let packed = b"packed";
+        assert!(pin(&sha256(packed)).check("1.6.1", packed).is_ok());
+        let error = pin("00ff").check("1.6.1", packed).unwrap_err().to_string();
+        for part in [
+            "dynamo-x 1.6.1",
+            &sha256(packed),
+            "00ff",
+            "nothing was applied",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_source_of_another_commit_or_path_is_refused() {
+        let packed = |vcs_info: &str| {
+            let mut archive = tar::Builder::new(flate2::write::GzEncoder::new(
+                Vec::new(),
+                flate2::Compression::fast(),
+            ));
+            let mut header = tar::Header::new_gnu();
+            header.set_size(vcs_info.len() as u64);
+            header.set_mode(0o644);
+            archive
+                .append_data(
+                    &mut header,
+                    "dynamo-x-1.6.1/.cargo_vcs_info.json",
+                    vcs_info.as_bytes(),
+                )
+                .unwrap();
+            archive.into_inner().unwrap().finish().unwrap()
+        };
+        let unpack = |vcs_info: &str| {
+            let folder = tempfile::tempdir().unwrap();
+            pin("").unpack(
+                "1.6.1",
+                "c1",
+                &packed(vcs_info),
+                &folder.path().join("lib/x"),
+            )
+        };
+        assert!(unpack(r#"{"git":{"sha1":"c1"},"path_in_vcs":"lib/x"}"#).is_ok());
+        for other in [
+            r#"{"git":{"sha1":"c2"},"path_in_vcs":"lib/x"}"#,
+            r#"{"git":{"sha1":"c1"},"path_in_vcs":"lib/y"}"#,
+        ] {
+            assert!(unpack(other).is_err());
+        }
+    }
+
+    #[test]
+    fn the_pins_of_the_series_can_be_read() {
+        let pins = Pins::read().unwrap();
+        assert_eq!(pins.version, "1.6.1");
+        assert!(pins.crates.iter().all(|pin| pin.sha256.len() == 64));
+    }
+}
