@@ -34,6 +34,8 @@ const SETTLE: Duration = Duration::from_secs(12);
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
 /// How long requests may fail after a worker was killed, until the router has dropped it.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(120);
+/// Requests sent to a fleet whose killed worker is back.
+const RESTART_REQUESTS: usize = 8;
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
 /// Options of `cargo xtask demo`.
@@ -115,12 +117,23 @@ impl Options {
         }
     }
 
-    /// The requests that are sent while a worker is killed: other prefixes, no conversation.
+    /// The requests that are sent before and after a worker is killed: other prefixes.
     fn kill_shape(&self) -> Shape {
         Shape {
             turns: 0,
             seed: self.seed.wrapping_add(1),
             ..self.shape()
+        }
+    }
+
+    /// The requests that are sent when it is back: no worker has their prefixes, and with several
+    /// in flight load brings some to it.
+    fn restart_shape(&self) -> Shape {
+        Shape {
+            prefixes: RESTART_REQUESTS,
+            requests_per_prefix: 1,
+            seed: self.seed.wrapping_add(2),
+            ..self.kill_shape()
         }
     }
 
@@ -216,15 +229,16 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
     let client = Client::new(MODEL)?;
     let model = Model::read(&parts.model)?;
     let plan = workload::plan(&options.shape(), model.vocab_size);
-    let kill_plan = if options.kill_decode {
-        workload::plan(&options.kill_shape(), model.vocab_size)
-    } else {
-        Vec::new()
-    };
 
     let aggregated = Aggregated::start(parts, folder, &client).await?;
     let requests = references(&client, aggregated.base(), &plan, options).await?;
-    let kill_requests = references(&client, aggregated.base(), &kill_plan, options).await?;
+    let mut kill_requests = Vec::new();
+    if options.kill_decode {
+        for shape in [options.kill_shape(), options.restart_shape()] {
+            let plan = workload::plan(&shape, model.vocab_size);
+            kill_requests.push(references(&client, aggregated.base(), &plan, options).await?);
+        }
+    }
     drop(aggregated);
 
     let mut runs = Vec::new();
@@ -255,10 +269,11 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
             }
         }
         let decode_events = fleet.decode_events()?;
-        let kill = if options.kill_decode && weight > 0.0 {
-            Some(kill_run(&client, &mut fleet, &kill_requests, options).await?)
-        } else {
-            None
+        let kill = match kill_requests.as_slice() {
+            [first, others] if weight > 0.0 => {
+                Some(kill_run(&client, &mut fleet, [first, others], options).await?)
+            }
+            _ => None,
         };
         drop(fleet);
         runs.push(Run {
@@ -462,46 +477,45 @@ fn grown(before: &[f64], after: &[f64]) -> Vec<u64> {
         .collect()
 }
 
-/// Kills the first decode worker after a third of the requests, starts it again, and sends the
-/// last third when it is back.
+/// Kills the first decode worker between two halves of the first requests, starts it again, and
+/// then sends the others.
 async fn kill_run(
     client: &Client,
     fleet: &mut Fleet,
-    requests: &[Request],
+    [first, others]: [&[Request]; 2],
     options: &Options,
 ) -> Result<Kill> {
-    let requests: Vec<(usize, &Request)> = requests.iter().enumerate().collect();
-    let third = requests.len().div_ceil(3);
     let base = fleet.base()?.to_owned();
     let failed = AtomicUsize::new(0);
-    let send = async |part: &[(usize, &Request)]| {
-        send_all(part, options.concurrency.into(), |request| {
+    let mut verdicts = Vec::new();
+    let mut send = async |part: &[Request], concurrency: usize| {
+        let part: Vec<(usize, &Request)> = part.iter().enumerate().collect();
+        let answers = send_all(&part, concurrency, |request| {
             with_retries(client, &base, request, options, &failed)
         })
-        .await
+        .await?;
+        verdicts.extend(part.iter().map(|(index, request)| {
+            compare(&request.reference, &answers[index].tokens, options.epsilon)
+        }));
+        Ok::<_, anyhow::Error>(())
     };
-    let (before, rest) = requests.split_at(third.min(requests.len()));
-    let (during, after) = rest.split_at(third.min(rest.len()));
-    let mut answers = send(before).await?;
+    let (before, after) = first.split_at(first.len() / 2);
+    send(before, options.concurrency.into()).await?;
     fleet.kill_decode(0)?;
-    answers.extend(send(during).await?);
+    send(after, options.concurrency.into()).await?;
     fleet.ready("the router drops the killed worker").await?;
     fleet.restart_decode(0)?;
     fleet.ready("the killed worker is back").await?;
+    send(others, RESTART_REQUESTS).await?;
+    tokio::time::sleep(SETTLE).await;
+    fleet.check()?;
     // A restarted worker counts from 0.
-    answers.extend(send(after).await?);
-    // Its cache is empty, so only new prefixes are sure to reach it: as many as there are workers.
-    let verdicts: Vec<Verdict> = requests
-        .iter()
-        .map(|(index, request)| {
-            compare(&request.reference, &answers[index].tokens, options.epsilon)
-        })
-        .collect();
+    let before_restart = vec![0.0; options.decode.into()];
     let finished = fleet.decode_counters(FINISHED).await?;
     Ok(Kill {
-        requests: requests.len(),
+        requests: verdicts.len(),
         failed_attempts: failed.load(Ordering::Relaxed),
-        requests_after_restart: grown(&[0.0], &finished)[0],
+        requests_after_restart: grown(&before_restart, &finished)[0],
         outputs: Tally::of(&verdicts),
     })
 }

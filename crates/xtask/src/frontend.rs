@@ -65,14 +65,40 @@ pub(crate) fn cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
         .env("PROTOC", env::protoc(cache)?)
         .env("CARGO_TARGET_DIR", target(cache)?)
         .env_remove("CARGO_MANIFEST_DIR");
-    for pin in Pins::read()?.crates {
+    patch_registry(&mut cargo, &Pins::read()?, &patched);
+    Ok(cargo)
+}
+
+/// The tests of one patched crate, built outside the frontend's workspace.
+pub(crate) fn patched_test(cache: &Cache, name: &str, arguments: &[&str]) -> Result<Command> {
+    let patched = patch::patched(cache)?;
+    let pins = Pins::read()?;
+    let pin = pins
+        .crates
+        .iter()
+        .find(|pin| pin.name == name)
+        .with_context(|| format!("pins.toml has no crate {name}"))?;
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["test", "--quiet"]);
+    patch_registry(&mut cargo, &pins, &patched);
+    cargo
+        .args(arguments)
+        .current_dir(patched.join(&pin.path))
+        .env("RUSTFLAGS", RUSTFLAGS)
+        .env("PROTOC", env::protoc(cache)?)
+        .env("CARGO_TARGET_DIR", cache.folder("target/upstream-tests")?);
+    Ok(cargo)
+}
+
+/// Puts the patched crates in place of the registry's.
+fn patch_registry(cargo: &mut Command, pins: &Pins, patched: &Path) {
+    for pin in &pins.crates {
         cargo.arg("--config").arg(format!(
             "patch.crates-io.{}.path={:?}",
             pin.name,
             patched.join(&pin.path).display().to_string()
         ));
     }
-    Ok(cargo)
 }
 
 fn target(cache: &Cache) -> Result<PathBuf> {

@@ -34,9 +34,7 @@ pub(crate) struct Options {
 /// Runs `cargo xtask patch`.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     if options.check {
-        let folder = tempfile::tempdir()?;
-        prepare(folder.path())?;
-        say("every patch of the series applies");
+        check(cache)?;
     } else if let Some(out) = &options.out {
         if out.exists() {
             bail!("{} exists: name a folder that does not", out.display());
@@ -47,6 +45,14 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
         println!("{}", patched(cache)?.display());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Tries the series on the pinned sources in a temporary folder.
+pub(crate) fn check(_: &Cache) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    prepare(folder.path())?;
+    say("every patch of the series applies");
+    Ok(())
 }
 
 /// The patched sources in the cache, made when they are not there: the layout of Dynamo's

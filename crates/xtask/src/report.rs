@@ -247,7 +247,7 @@ fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
     for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index) % 3 == 0 {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
             text.push(',');
         }
         text.push(digit);
@@ -266,7 +266,7 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     fn measured(moved_bytes: u64, outputs: Tally) -> Measured {
@@ -285,7 +285,8 @@ mod tests {
         }
     }
 
-    fn report(different: usize) -> Report {
+    /// A report whose second run has this many wrong answers.
+    pub(crate) fn report(different: usize) -> Report {
         let run = |weight, moved_bytes, decode_events, different| Run {
             weight,
             decode_events,

@@ -2,22 +2,277 @@
 
 //! Format, lints and all tests.
 
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
-use anyhow::Result;
-use clap::Args;
+use anyhow::{Result, bail};
+use clap::{Args, Parser};
 
-use crate::cache::Cache;
+use crate::cache::{Cache, project_root};
+use crate::command::shown_run;
+use crate::demo;
+use crate::env;
+use crate::frontend;
+use crate::patch;
+use crate::progress::{Step, say};
+use crate::report::{DecodeEvents, Report};
+
+/// The engine test accepts this much above "every prefix once".
+const TOLERANCE: f64 = 0.05;
 
 /// Options of `cargo xtask test`.
 #[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  cargo xtask test --fast     seconds to minutes
+  cargo xtask test            everything, real engines among it")]
 pub(crate) struct Options {
     /// Leave out what needs the engines or Dynamo's big crates.
     #[arg(long)]
     fast: bool,
 }
 
-/// Runs `cargo xtask test`.
-pub(crate) fn run(_cache: &Cache, _options: &Options) -> Result<ExitCode> {
-    Ok(ExitCode::SUCCESS)
+/// One part of the tests.
+struct Part {
+    name: &'static str,
+    /// Whether `--fast` leaves it out.
+    heavy: bool,
+    run: fn(&Cache) -> Result<()>,
+}
+
+const PARTS: [Part; 8] = [
+    Part {
+        name: "format",
+        heavy: false,
+        run: format,
+    },
+    Part {
+        name: "lints",
+        heavy: false,
+        run: lints,
+    },
+    Part {
+        name: "tests of the workspace",
+        heavy: false,
+        run: workspace_tests,
+    },
+    Part {
+        name: "patch series applies",
+        heavy: false,
+        run: patch::check,
+    },
+    Part {
+        name: "lints of the Python files",
+        heavy: false,
+        run: python_lints,
+    },
+    Part {
+        name: "upstream's tests on the patched crates",
+        heavy: true,
+        run: upstream_tests,
+    },
+    Part {
+        name: "lints and tests of the frontend",
+        heavy: true,
+        run: frontend_tests,
+    },
+    Part {
+        name: "real engines",
+        heavy: true,
+        run: engines,
+    },
+];
+
+/// Runs `cargo xtask test`. Every part runs, also after one that failed.
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
+    let (mut passed, mut skipped, mut failed) = (0, Vec::new(), Vec::new());
+    for part in &PARTS {
+        if options.fast && part.heavy {
+            say(format!("{}: left out by --fast", part.name));
+            skipped.push(part.name);
+            continue;
+        }
+        let step = Step::begin(part.name);
+        match (part.run)(cache) {
+            Ok(()) => {
+                step.end();
+                passed += 1;
+            }
+            Err(error) => {
+                say(format!("FAILED {}: {error:#}", part.name));
+                failed.push(part.name);
+            }
+        }
+    }
+    for name in &skipped {
+        println!("skipped: {name} (--fast)");
+    }
+    for name in &failed {
+        println!("failed: {name}");
+    }
+    println!(
+        "{passed} passed, {} failed, {} skipped",
+        failed.len(),
+        skipped.len()
+    );
+    Ok(if failed.is_empty() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+fn cargo(arguments: &[&str]) -> Command {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(arguments).current_dir(project_root());
+    cargo
+}
+
+fn format(_: &Cache) -> Result<()> {
+    shown_run(cargo(&["fmt", "--all", "--check"]))?;
+    let mut frontend = cargo(&["fmt", "--check"]);
+    frontend.current_dir(frontend::folder());
+    shown_run(frontend)
+}
+
+fn lints(_: &Cache) -> Result<()> {
+    shown_run(cargo(&[
+        "clippy",
+        "--quiet",
+        "--locked",
+        "--workspace",
+        "--all-targets",
+        "--",
+        "--deny",
+        "warnings",
+    ]))
+}
+
+fn workspace_tests(_: &Cache) -> Result<()> {
+    shown_run(cargo(&["test", "--quiet", "--locked", "--workspace"]))
+}
+
+fn python_lints(cache: &Cache) -> Result<()> {
+    let python = env::linters(cache)?;
+    let folder = env::engines_folder();
+    for arguments in [
+        &["ruff", "check", "."][..],
+        &["ruff", "format", "--check", "."],
+        &["mypy", "."],
+    ] {
+        let mut linter = Command::new(&python);
+        linter.arg("-m").args(arguments).current_dir(&folder);
+        shown_run(linter)?;
+    }
+    Ok(())
+}
+
+/// The default policy's crate whole, and of the router's crate the configuration.
+fn upstream_tests(cache: &Cache) -> Result<()> {
+    shown_run(frontend::patched_test(
+        cache,
+        "dynamo-custom-policy-builtin",
+        &[],
+    )?)?;
+    shown_run(frontend::patched_test(
+        cache,
+        "dynamo-kv-router",
+        &["--lib", "--", "scheduling::config", "worker_selection"],
+    )?)
+}
+
+fn frontend_tests(cache: &Cache) -> Result<()> {
+    let mut clippy = frontend::cargo(cache, "clippy")?;
+    clippy.args(["--quiet", "--all-targets", "--", "--deny", "warnings"]);
+    shown_run(clippy)?;
+    let mut tests = frontend::cargo(cache, "test")?;
+    tests.arg("--quiet");
+    shown_run(tests)
+}
+
+/// The main job, small, with a decode worker that is killed on the way.
+fn engines(cache: &Cache) -> Result<()> {
+    #[derive(Debug, Parser)]
+    struct Small {
+        #[command(flatten)]
+        options: demo::Options,
+    }
+    let small = Small::parse_from([
+        "demo",
+        "--prefixes=2",
+        "--requests-per-prefix=3",
+        "--turns=3",
+        "--kill-decode",
+    ]);
+    let report = demo::measure(cache, &small.options)?;
+    print!("{}", report.table());
+    let failures = broken_promises(&report);
+    if !failures.is_empty() {
+        bail!("{}", failures.join("; "));
+    }
+    Ok(())
+}
+
+/// What a report with one request in flight must show and does not.
+fn broken_promises(report: &Report) -> Vec<String> {
+    let mut broken = Vec::new();
+    if !report.outputs_are_right() {
+        broken.push("an answer is not that of the aggregated worker".to_owned());
+    }
+    for run in &report.runs {
+        let on = run.weight > 0.0;
+        if (run.decode_events == DecodeEvents::Subscribed) != on {
+            broken.push(format!(
+                "weight {}: the router has {:?} the decode workers' KV events",
+                run.weight, run.decode_events
+            ));
+        }
+        for measured in &run.workloads {
+            let limit = measured.once_bytes as f64 * (1.0 + TOLERANCE);
+            if on && measured.moved_bytes as f64 > limit {
+                broken.push(format!(
+                    "weight {}, {:?}: {} bytes moved, every prefix once is {}",
+                    run.weight, measured.workload, measured.moved_bytes, measured.once_bytes
+                ));
+            }
+            if measured.moved_bytes == 0 {
+                broken.push(format!(
+                    "weight {}, {:?}: no byte was counted",
+                    run.weight, measured.workload
+                ));
+            }
+        }
+        if let Some(kill) = &run.kill
+            && kill.requests_after_restart == 0
+        {
+            broken.push("the decode worker was not used after its restart".to_owned());
+        }
+    }
+    broken
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::tests::report;
+
+    #[test]
+    fn a_report_that_keeps_every_promise_passes() {
+        assert_eq!(broken_promises(&report(0)), Vec::<String>::new());
+    }
+
+    #[test]
+    fn each_broken_promise_is_found() {
+        let mut wrong = report(1);
+        wrong.runs[0].decode_events = DecodeEvents::Subscribed;
+        wrong.runs[0].workloads[0].moved_bytes = 0;
+        wrong.runs[1].workloads[0].moved_bytes = 316;
+        let broken = broken_promises(&wrong);
+        assert_eq!(broken.len(), 4, "{broken:?}");
+    }
+
+    #[test]
+    fn five_percent_above_once_is_accepted() {
+        let mut close = report(0);
+        close.runs[1].workloads[0].moved_bytes = 315;
+        assert_eq!(broken_promises(&close), Vec::<String>::new());
+    }
 }
