@@ -30,7 +30,7 @@ const MOVED_BYTES: &str = "vllm:nixl_bytes_transferred_sum";
 /// Requests that a worker finished.
 const FINISHED: &str = "vllm:request_success_total";
 /// The counters are brought up to date every few seconds.
-const SETTLE: Duration = Duration::from_secs(12);
+const SETTLE: Duration = Duration::from_secs(6);
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
 /// How long requests may fail after a worker was killed, until the router has dropped it.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(120);
@@ -46,7 +46,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(500);
   cargo xtask demo --prefixes 8 --requests-per-prefix 4 --turns 0 --json run.json
   cargo xtask demo --kill-decode
 
-Each prefill or decode worker takes about 3.3 GiB of memory and minutes to start on a busy machine.
+Each prefill or decode worker takes about 2 GiB of memory, and up to minutes to start.
 Exit code 0: every answer is that of one aggregated worker; 1: not so, or it failed.")]
 pub(crate) struct Options {
     /// Prefill workers.

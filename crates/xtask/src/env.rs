@@ -33,12 +33,56 @@ pub(crate) fn engines_folder() -> PathBuf {
 
 /// The Python of the environment with vLLM, NIXL and Dynamo.
 pub(crate) fn engines(cache: &Cache) -> Result<PathBuf> {
-    environment(cache, "python-engines", "requirements.lock")
+    let uv = tools(cache)?;
+    let lock = engines_folder().join("requirements.lock");
+    environment(cache, "python-engines", &lock, |python, lock| {
+        // pip unpacks one package after the other; uv is much faster and reads the same lock.
+        let mut install = Command::new(&uv);
+        install
+            .args([
+                "-m",
+                "uv",
+                "pip",
+                "install",
+                "--no-deps",
+                "--require-hashes",
+            ])
+            .arg("--python")
+            .arg(python)
+            .arg("-r")
+            .arg(lock)
+            .env("UV_CACHE_DIR", cache.folder("uv")?);
+        Ok(install)
+    })
 }
 
-/// The Python of the environment with ruff and mypy.
-pub(crate) fn linters(cache: &Cache) -> Result<PathBuf> {
-    environment(cache, "python-linters", "dev-requirements.lock")
+/// The Python of the environment with uv, libclang, ruff and mypy.
+pub(crate) fn tools(cache: &Cache) -> Result<PathBuf> {
+    let lock = engines_folder().join("tools.lock");
+    environment(cache, "python-tools", &lock, |python, lock| {
+        let mut install = Command::new(python);
+        install
+            .args([
+                "-m",
+                "pip",
+                "install",
+                "--no-deps",
+                "--require-hashes",
+                "-r",
+            ])
+            .arg(lock);
+        Ok(install)
+    })
+}
+
+/// The folder of the libclang that bindgen loads in builds of Dynamo's crates.
+pub(crate) fn libclang(cache: &Cache) -> Result<PathBuf> {
+    let mut ask = Command::new(tools(cache)?);
+    ask.args([
+        "-c",
+        "import clang, os; print(os.path.join(os.path.dirname(clang.__file__), 'native'))",
+    ]);
+    Ok(PathBuf::from(command::output(ask)?.trim()))
 }
 
 /// The folder of the test model, made by `tests/engines/make_model.py`.
@@ -68,46 +112,23 @@ pub(crate) fn protoc(cache: &Cache) -> Result<PathBuf> {
 }
 
 /// A virtual environment from a lock file, which holds versions and hashes of all it contains.
-fn environment(cache: &Cache, name: &str, lock_file: &str) -> Result<PathBuf> {
+/// `install` gives the command that installs the lock into the environment of a Python.
+fn environment(
+    cache: &Cache,
+    name: &str,
+    lock: &Path,
+    install: impl FnOnce(&Path, &Path) -> Result<Command>,
+) -> Result<PathBuf> {
     let base = base_python()?;
-    let lock = engines_folder().join(lock_file);
     let key = Key::new()
-        .file(&lock)?
+        .file(lock)?
         .part("python", base.version.as_bytes());
     let folder = cache.entry(name, &key, |folder| {
         let log = cache.folder("logs")?.join(format!("{name}.log"));
         let mut venv = Command::new(&base.path);
         venv.args(["-m", "venv"]).arg(folder);
         command::logged(&format!("{name}: virtual environment"), venv, &log)?;
-        let python = folder.join("bin/python");
-        // pip unpacks one package after the other; uv is much faster and reads the same lock.
-        let mut pip = Command::new(&python);
-        pip.args([
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--require-hashes",
-            "-r",
-        ])
-        .arg(engines_folder().join("uv.lock.txt"));
-        command::logged(&format!("{name}: installer"), pip, &log)?;
-        let mut install = Command::new(&python);
-        install
-            .args([
-                "-m",
-                "uv",
-                "pip",
-                "install",
-                "--no-deps",
-                "--require-hashes",
-            ])
-            .arg("--python")
-            .arg(&python)
-            .arg("-r")
-            .arg(&lock)
-            .env("UV_CACHE_DIR", cache.folder("uv")?);
+        let install = install(&folder.join("bin/python"), lock)?;
         command::logged(&format!("{name}: packages"), install, &log)
     })?;
     Ok(folder.join("bin/python"))

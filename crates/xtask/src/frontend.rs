@@ -17,8 +17,8 @@ use crate::upstream::Pins;
 /// The program's name.
 pub(crate) const NAME: &str = "kvdelta-frontend";
 
-/// What Dynamo's crates need, and the mark that they are patched.
-const RUSTFLAGS: &str = "--cfg tokio_unstable --cfg kvdelta_patched";
+/// What Dynamo's crates need.
+const RUSTFLAGS: &str = "--cfg tokio_unstable";
 
 /// The folder of the frontend's sources.
 pub(crate) fn folder() -> PathBuf {
@@ -61,10 +61,9 @@ pub(crate) fn cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
         .arg(subcommand)
         .arg("--locked")
         .current_dir(folder())
-        .env("RUSTFLAGS", RUSTFLAGS)
-        .env("PROTOC", env::protoc(cache)?)
-        .env("CARGO_TARGET_DIR", target(cache)?)
-        .env_remove("CARGO_MANIFEST_DIR");
+        .env("KVDELTA_PATCHED", "1")
+        .env("CARGO_TARGET_DIR", target(cache)?);
+    build_environment(&mut cargo, cache)?;
     patch_registry(&mut cargo, &Pins::read()?, &patched);
     Ok(cargo)
 }
@@ -84,10 +83,23 @@ pub(crate) fn patched_test(cache: &Cache, name: &str, arguments: &[&str]) -> Res
     cargo
         .args(arguments)
         .current_dir(patched.join(&pin.path))
+        .env("CARGO_TARGET_DIR", cache.folder("target/upstream-tests")?);
+    build_environment(&mut cargo, cache)?;
+    Ok(cargo)
+}
+
+/// The tools that builds of Dynamo's crates call, none of them system-wide.
+fn build_environment(cargo: &mut Command, cache: &Cache) -> Result<()> {
+    // The library comes without the compiler's own headers.
+    let mut ask = Command::new("cc");
+    ask.arg("-print-file-name=include");
+    let headers = command::output(ask)?;
+    cargo
         .env("RUSTFLAGS", RUSTFLAGS)
         .env("PROTOC", env::protoc(cache)?)
-        .env("CARGO_TARGET_DIR", cache.folder("target/upstream-tests")?);
-    Ok(cargo)
+        .env("LIBCLANG_PATH", env::libclang(cache)?)
+        .env("BINDGEN_EXTRA_CLANG_ARGS", format!("-I{}", headers.trim()));
+    Ok(())
 }
 
 /// Puts the patched crates in place of the registry's.

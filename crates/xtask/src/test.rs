@@ -151,7 +151,7 @@ fn workspace_tests(_: &Cache) -> Result<()> {
 }
 
 fn python_lints(cache: &Cache) -> Result<()> {
-    let python = env::linters(cache)?;
+    let python = env::tools(cache)?;
     let folder = env::engines_folder();
     for arguments in [
         &["ruff", "check", "."][..],
