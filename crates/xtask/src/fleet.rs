@@ -721,8 +721,8 @@ mod tests {
 
     #[test]
     fn too_little_memory_is_said_in_one_line() {
-        assert!(check_memory(3, 12 << 30).is_ok());
-        let error = check_memory(5, 12 << 30).unwrap_err().to_string();
+        assert!(check_memory(3, 8 << 30).is_ok());
+        let error = check_memory(5, 8 << 30).unwrap_err().to_string();
         assert!(error.contains("5 more workers"), "{error}");
         assert_eq!(error.lines().count(), 1);
     }
