@@ -44,6 +44,8 @@ pub(crate) fn engines(cache: &Cache) -> Result<PathBuf> {
                 "uv",
                 "pip",
                 "install",
+                // Every worker imports thousands of files.
+                "--compile-bytecode",
                 "--no-deps",
                 "--require-hashes",
             ])

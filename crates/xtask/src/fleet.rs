@@ -660,13 +660,23 @@ fn available_bytes() -> Result<u64> {
 }
 
 /// Ports that nothing listens on now, all different.
+///
+/// Below the range from which systems take the ports of outgoing connections, and because
+/// Dynamo reads DYN_SYSTEM_PORT as an i16.
 fn free_ports<const N: usize>() -> Result<[u16; N]> {
     let mut listeners = Vec::new();
+    for _ in 0..1000 {
+        let port = fastrand::u16(20_000..=32_767);
+        // A port that is held already cannot be bound a second time.
+        listeners.extend(TcpListener::bind(("0.0.0.0", port)));
+        if listeners.len() == N {
+            break;
+        }
+    }
     let mut ports = [0; N];
-    for port in &mut ports {
-        let listener = TcpListener::bind(("0.0.0.0", 0)).context("no free port")?;
+    for (index, port) in ports.iter_mut().enumerate() {
+        let listener = listeners.get(index).context("no free port was found")?;
         *port = listener.local_addr()?.port();
-        listeners.push(listener);
     }
     Ok(ports)
 }

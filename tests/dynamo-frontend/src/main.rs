@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Dynamo's HTTP frontend, discovery, planes and KV router, started from the Rust crates.
+//!
+//! It stands in for `python -m dynamo.frontend`: the Rust side of Dynamo's Python bindings is on
+//! no registry, so a patched router can be run only from a program of this kind.
+
+mod config;
+mod options;
+mod unsupported;
+mod values;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use dynamo_llm::entrypoint::EngineConfig;
+use dynamo_llm::entrypoint::input::{Input, run_input};
+use dynamo_llm::kv_router::plugins::install_router_plugin_registry;
+use dynamo_llm::local_model::LocalModelBuilder;
+use dynamo_runtime::distributed::DistributedConfig;
+use dynamo_runtime::{DistributedRuntime, Runtime, logging};
+use tokio::signal::unix::{SignalKind, signal};
+
+use options::{Options, Stop};
+
+fn main() -> ExitCode {
+    let (options, model) = match prepare() {
+        Ok(prepared) => prepared,
+        Err(Stop::Show(text)) => {
+            let _ = text.print();
+            return ExitCode::SUCCESS;
+        }
+        Err(Stop::Refuse(reason)) => {
+            eprintln!("error: {reason}");
+            return ExitCode::from(2);
+        }
+    };
+    export(config::environment(&options));
+    logging::init();
+    let ignored = unsupported::warnings(|name| std::env::var_os(name));
+    for warning in config::warnings(&options).into_iter().chain(ignored) {
+        tracing::warn!("{warning}");
+    }
+    match start(&options, model) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn prepare() -> Result<(Options, LocalModelBuilder), Stop> {
+    let options = options::parse(std::env::args_os())?;
+    let model = config::local_model(&options).map_err(Stop::Refuse)?;
+    Ok((options, model))
+}
+
+/// Hands on what Dynamo takes from the environment alone.
+#[expect(unsafe_code)]
+fn export(variables: Vec<(&'static str, Option<OsString>)>) {
+    for (name, value) in variables {
+        // SAFETY: `main` calls this before it starts logging and the runtime, so no other thread
+        // exists that could read the environment.
+        unsafe {
+            match value {
+                Some(value) => std::env::set_var(name, value),
+                None => std::env::remove_var(name),
+            }
+        }
+    }
+}
+
+fn start(options: &Options, model: LocalModelBuilder) -> anyhow::Result<()> {
+    let planes = config::distributed(&options.planes)?;
+    let runtime = Runtime::from_settings()?;
+    runtime
+        .primary()
+        .block_on(serve(runtime.clone(), planes, model))
+}
+
+async fn serve(
+    runtime: Runtime,
+    planes: DistributedConfig,
+    mut model: LocalModelBuilder,
+) -> anyhow::Result<()> {
+    // Not `runtime.is_shutting_down()`: Dynamo shuts down after an error as well.
+    let asked_to_stop = Arc::new(AtomicBool::new(false));
+    tokio::spawn(stop_on_signal(runtime.clone(), asked_to_stop.clone()));
+    let served = async {
+        install_policies()?;
+        let distributed = DistributedRuntime::new(runtime.clone(), planes).await?;
+        let engine = EngineConfig::Dynamic {
+            model: Box::new(model.build().await?),
+            chat_engine_factory: None,
+            prefill_load_estimator: None,
+        };
+        run_input(distributed, Input::Http, engine).await
+    };
+    match served.await {
+        // A signal during start-up is an error to Dynamo, and what the user asked for.
+        Err(error) if asked_to_stop.load(Ordering::Relaxed) => {
+            tracing::info!(%error, "stopped during start-up");
+            Ok(())
+        }
+        result => result,
+    }
+}
+
+/// Makes the policies that Dynamo ships known by the names that a policy YAML uses.
+fn install_policies() -> anyhow::Result<()> {
+    let mut policies = dynamo_custom_policy_builtin::default_registry();
+    dynamo_custom_policy_builtin::register(&mut policies)?;
+    anyhow::ensure!(
+        install_router_plugin_registry(policies),
+        "the router's policies were installed before"
+    );
+    Ok(())
+}
+
+/// Ends the runtime at the first SIGINT or SIGTERM and the program at the second.
+async fn stop_on_signal(runtime: Runtime, asked_to_stop: Arc<AtomicBool>) {
+    let (Ok(mut interrupt), Ok(mut terminate)) = (
+        signal(SignalKind::interrupt()),
+        signal(SignalKind::terminate()),
+    ) else {
+        tracing::warn!("cannot listen for signals; the program ends at once when asked to stop");
+        return;
+    };
+    let mut next = async || {
+        tokio::select! {
+            _ = interrupt.recv() => 130,
+            _ = terminate.recv() => 143,
+        }
+    };
+    next().await;
+    asked_to_stop.store(true, Ordering::Relaxed);
+    runtime.shutdown();
+    let code = next().await;
+    std::process::exit(code);
+}
