@@ -22,7 +22,7 @@ use crate::fleet::{Aggregated, BLOCK_SIZE, Fleet, MAX_TOKENS, MODEL, Parts};
 use crate::frontend;
 use crate::outputs::{Reference, Tally, Verdict, compare};
 use crate::progress::{Step, say};
-use crate::report::{Kill, Measured, Report, Run, median};
+use crate::report::{Kill, Measured, Report, Routing, Run, median};
 use crate::workload::{self, Planned, Shape, Workload};
 
 /// Bytes that NIXL moved into a decode worker.
@@ -42,7 +42,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(500);
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:
   cargo xtask demo
-  cargo xtask demo --decode 4 --concurrency 4
+  cargo xtask demo --decode 4 --concurrency 4 --conditional-disagg
   cargo xtask demo --prefixes 8 --requests-per-prefix 4 --turns 0 --json run.json
   cargo xtask demo --kill-decode
 
@@ -85,6 +85,9 @@ pub(crate) struct Options {
     /// Log-probability margin below which two tokens count as tied.
     #[arg(long, default_value_t = 0.001, value_name = "MARGIN", value_parser = weight)]
     pub(crate) epsilon: f64,
+    /// Also run Dynamo's own conditional disaggregation, with weight 0.
+    #[arg(long)]
+    pub(crate) conditional_disagg: bool,
     /// Also kill a decode worker in the middle of requests, and start it again.
     #[arg(long)]
     pub(crate) kill_decode: bool,
@@ -135,6 +138,18 @@ impl Options {
             seed: self.seed.wrapping_add(2),
             ..self.kill_shape()
         }
+    }
+
+    fn routings(&self) -> Vec<Routing> {
+        let routing = |weight, conditional_disagg| Routing {
+            weight,
+            conditional_disagg,
+        };
+        let mut routings = vec![routing(0.0, false), routing(self.weight, false)];
+        if self.conditional_disagg {
+            routings.push(routing(0.0, true));
+        }
+        routings
     }
 
     fn validate(&self) -> Result<()> {
@@ -243,8 +258,8 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
 
     let mut runs = Vec::new();
     let mut answers = Vec::new();
-    for weight in [0.0, options.weight] {
-        let folder = folder.join(format!("weight-{weight}"));
+    for routing in options.routings() {
+        let folder = folder.join(routing.to_string().replace(' ', "-"));
         let mut fleet = Fleet::start(
             parts,
             &folder,
@@ -252,7 +267,7 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
             options.prefill.into(),
             options.decode.into(),
         )?;
-        fleet.start_frontend(weight, options.http_port).await?;
+        fleet.start_frontend(routing, options.http_port).await?;
         let mut workloads = Vec::new();
         let mut answered = HashMap::new();
         for workload in [Workload::SharedPrefixes, Workload::Conversation] {
@@ -270,14 +285,14 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
         }
         let decode_events = fleet.decode_events()?;
         let kill = match kill_requests.as_slice() {
-            [first, others] if weight > 0.0 => {
+            [first, others] if routing.weight > 0.0 => {
                 Some(kill_run(&client, &mut fleet, [first, others], options).await?)
             }
             _ => None,
         };
         drop(fleet);
         runs.push(Run {
-            weight,
+            routing,
             decode_events,
             workloads,
             kill,

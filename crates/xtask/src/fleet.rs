@@ -24,7 +24,7 @@ use serde_json::json;
 use crate::client::Client;
 use crate::command::tail;
 use crate::progress::{Step, say};
-use crate::report::DecodeEvents;
+use crate::report::{DecodeEvents, Routing};
 
 /// Name under which the workers serve the test model.
 pub(crate) const MODEL: &str = "kvdelta-test";
@@ -330,8 +330,12 @@ impl Fleet {
         ]
     }
 
-    /// Starts the frontend with this weight, and waits until it sees every worker.
-    pub(crate) async fn start_frontend(&mut self, weight: f64, port: Option<u16>) -> Result<()> {
+    /// Starts the frontend with this routing, and waits until it sees every worker.
+    pub(crate) async fn start_frontend(
+        &mut self,
+        routing: Routing,
+        port: Option<u16>,
+    ) -> Result<()> {
         let port = match port {
             Some(port) => check_port(port)?,
             None => free_ports::<1>()?[0],
@@ -341,10 +345,18 @@ impl Fleet {
             .args(["--router-mode", "kv", "--http-host", "127.0.0.1"])
             .args(["--http-port", &port.to_string()])
             .args(["--kv-cache-block-size", &BLOCK_SIZE.to_string()])
-            .args(["--router-decode-overlap-score-weight", &weight.to_string()])
+            .arg(format!(
+                "--router-decode-overlap-score-weight={}",
+                routing.weight
+            ))
+            .args(
+                routing
+                    .conditional_disagg
+                    .then_some("--router-conditional-disagg"),
+            )
             .env("DYN_LOG", "info")
             .envs(self.dynamo_environment());
-        let process = Process::spawn(&format!("frontend-weight-{weight}"), command, &self.folder)?;
+        let process = Process::spawn("frontend", command, &self.folder)?;
         self.frontend = Some((process, format!("http://127.0.0.1:{port}")));
         self.ready("frontend and workers").await
     }

@@ -2,7 +2,7 @@
 
 //! The result of the main job as a table and as JSON.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 
 use serde::Serialize;
 
@@ -35,8 +35,9 @@ pub(crate) struct Report {
 /// One run of all workloads with one weight.
 #[derive(Debug, Serialize)]
 pub(crate) struct Run {
-    /// `decode_overlap_score_weight`.
-    pub(crate) weight: f64,
+    /// How the frontend was started.
+    #[serde(flatten)]
+    pub(crate) routing: Routing,
     /// Whether the frontend's log says that it subscribed to the decode workers' KV events.
     pub(crate) decode_events: DecodeEvents,
     /// The workloads.
@@ -44,6 +45,25 @@ pub(crate) struct Run {
     /// A decode worker that was killed and started again on purpose.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) kill: Option<Kill>,
+}
+
+/// How the frontend chooses decode workers.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct Routing {
+    /// `decode_overlap_score_weight`.
+    pub(crate) weight: f64,
+    /// Dynamo's conditional disaggregation: decode computes a short rest of the prompt itself.
+    pub(crate) conditional_disagg: bool,
+}
+
+impl fmt::Display for Routing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.conditional_disagg {
+            f.write_str("conditional disagg")
+        } else {
+            write!(f, "weight {}", self.weight)
+        }
+    }
 }
 
 /// What the frontend did about the KV events of decode workers, by its log.
@@ -132,7 +152,7 @@ impl Report {
             row(
                 &mut text,
                 title,
-                self.runs.iter().map(|run| format!("weight {}", run.weight)),
+                self.runs.iter().map(|run| run.routing.to_string()),
             );
             text.push_str(&"-".repeat(78));
             text.push('\n');
@@ -168,14 +188,14 @@ impl Report {
                 DecodeEvents::Subscribed => "subscribed to the decode workers' KV events",
                 DecodeEvents::Skipped => "skipped the decode workers' KV events",
             };
-            let _ = writeln!(text, "Weight {}: the router {events}.", run.weight);
+            let _ = writeln!(text, "{}: the router {events}.", capitalized(run.routing));
             if let Some(kill) = &run.kill {
                 let _ = writeln!(
                     text,
-                    "Weight {}: a decode worker was killed among {} more requests: {} attempts \
+                    "{}: a decode worker was killed among {} more requests: {} attempts \
                      failed and were repeated, {} answers equal, {} near ties, {} different; \
                      started again it finished {} requests.",
-                    run.weight,
+                    capitalized(run.routing),
                     kill.requests,
                     kill.failed_attempts,
                     kill.outputs.equal,
@@ -209,15 +229,17 @@ impl Report {
                 .iter()
                 .flat_map(|measured| &measured.not_equal)
             {
-                let _ = writeln!(
-                    text,
-                    "  weight {}, request {request}: {verdict:?}",
-                    run.weight
-                );
+                let _ = writeln!(text, "  {}, request {request}: {verdict:?}", run.routing);
             }
         }
         text
     }
+}
+
+fn capitalized(routing: Routing) -> String {
+    let text = routing.to_string();
+    let (first, rest) = text.split_at(1);
+    first.to_uppercase() + rest
 }
 
 fn row(text: &mut String, name: &str, cells: impl Iterator<Item = String>) {
@@ -288,7 +310,10 @@ pub(crate) mod tests {
     /// A report whose second run has this many wrong answers.
     pub(crate) fn report(different: usize) -> Report {
         let run = |weight, moved_bytes, decode_events, different| Run {
-            weight,
+            routing: Routing {
+                weight,
+                conditional_disagg: false,
+            },
             decode_events,
             workloads: vec![measured(
                 moved_bytes,

@@ -218,25 +218,26 @@ fn broken_promises(report: &Report) -> Vec<String> {
         broken.push("an answer is not that of the aggregated worker".to_owned());
     }
     for run in &report.runs {
-        let on = run.weight > 0.0;
-        if (run.decode_events == DecodeEvents::Subscribed) != on {
+        let on = run.routing.weight > 0.0;
+        let wants_events = on || run.routing.conditional_disagg;
+        if (run.decode_events == DecodeEvents::Subscribed) != wants_events {
             broken.push(format!(
-                "weight {}: the router has {:?} the decode workers' KV events",
-                run.weight, run.decode_events
+                "{}: the router has {:?} the decode workers' KV events",
+                run.routing, run.decode_events
             ));
         }
         for measured in &run.workloads {
             let limit = measured.once_bytes as f64 * (1.0 + TOLERANCE);
             if on && measured.moved_bytes as f64 > limit {
                 broken.push(format!(
-                    "weight {}, {:?}: {} bytes moved, every prefix once is {}",
-                    run.weight, measured.workload, measured.moved_bytes, measured.once_bytes
+                    "{}, {:?}: {} bytes moved, every prefix once is {}",
+                    run.routing, measured.workload, measured.moved_bytes, measured.once_bytes
                 ));
             }
             if measured.moved_bytes == 0 {
                 broken.push(format!(
-                    "weight {}, {:?}: no byte was counted",
-                    run.weight, measured.workload
+                    "{}, {:?}: no byte was counted",
+                    run.routing, measured.workload
                 ));
             }
         }

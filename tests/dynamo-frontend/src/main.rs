@@ -11,7 +11,8 @@ mod unsupported;
 mod values;
 
 use std::ffi::OsString;
-use std::process::ExitCode;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -37,7 +38,10 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    export(config::environment(&options));
+    if let Err(error) = settle(&config::environment(&options)) {
+        eprintln!("error: cannot start again with Dynamo's variables: {error}");
+        return ExitCode::FAILURE;
+    }
     logging::init();
     let ignored = unsupported::warnings(|name| std::env::var_os(name));
     for warning in config::warnings(&options).into_iter().chain(ignored) {
@@ -58,19 +62,26 @@ fn prepare() -> Result<(Options, LocalModelBuilder), Stop> {
     Ok((options, model))
 }
 
-/// Hands on what Dynamo takes from the environment alone.
-#[expect(unsafe_code)]
-fn export(variables: Vec<(&'static str, Option<OsString>)>) {
-    for (name, value) in variables {
-        // SAFETY: `main` calls this before it starts logging and the runtime, so no other thread
-        // exists that could read the environment.
-        unsafe {
-            match value {
-                Some(value) => std::env::set_var(name, value),
-                None => std::env::remove_var(name),
-            }
-        }
+/// Starts this program again with the variables that Dynamo takes from the environment alone,
+/// unless they stand so already: a program cannot safely change its own.
+///
+/// Returns only if there is nothing to change, or with the error that prevented the start.
+fn settle(variables: &[(&'static str, Option<OsString>)]) -> std::io::Result<()> {
+    if variables
+        .iter()
+        .all(|(name, value)| std::env::var_os(name) == *value)
+    {
+        return Ok(());
     }
+    let mut again = Command::new(std::env::current_exe()?);
+    again.args(std::env::args_os().skip(1));
+    for (name, value) in variables {
+        match value {
+            Some(value) => again.env(name, value),
+            None => again.env_remove(name),
+        };
+    }
+    Err(again.exec())
 }
 
 fn start(options: &Options, model: LocalModelBuilder) -> anyhow::Result<()> {
