@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
+use crate::progress::say;
+
 const VARIABLE: &str = "KVDELTA_CACHE";
 /// Written last into a finished entry; an entry without it is made again.
 const COMPLETE: &str = ".complete";
@@ -65,8 +67,11 @@ impl Cache {
         let lock_path = self.folder("locks")?.join(name);
         let lock = File::create(&lock_path)
             .with_context(|| format!("cannot open {}", lock_path.display()))?;
-        lock.lock()
-            .with_context(|| format!("cannot lock {}", lock_path.display()))?;
+        if lock.try_lock().is_err() {
+            say(format!("{name}: waiting for another command that makes it"));
+            lock.lock()
+                .with_context(|| format!("cannot lock {}", lock_path.display()))?;
+        }
         if path.join(COMPLETE).exists() {
             return Ok(path);
         }

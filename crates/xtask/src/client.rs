@@ -2,6 +2,7 @@
 
 //! The requests over HTTP: streamed completions, reference answers, metrics.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -10,7 +11,7 @@ use futures_util::StreamExt;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::outputs::Reference;
+use crate::outputs::{Reference, Rival};
 use crate::workload;
 
 /// A request that takes longer has failed; generous, since the machine may be busy.
@@ -47,7 +48,7 @@ struct Choice {
 
 #[derive(Deserialize)]
 struct Logprobs {
-    top_logprobs: Vec<std::collections::HashMap<String, f64>>,
+    top_logprobs: Vec<HashMap<String, f64>>,
 }
 
 impl Client {
@@ -140,21 +141,21 @@ impl Client {
             .context("the aggregated worker sent no choice")?;
         let tokens =
             workload::tokens(&choice.text.unwrap_or_default()).map_err(anyhow::Error::msg)?;
-        let margins: Vec<f64> = choice
+        let rivals = choice
             .logprobs
             .context("the aggregated worker sent no log-probabilities")?
             .top_logprobs
             .iter()
-            .map(margin)
-            .collect();
-        if margins.len() != tokens.len() {
+            .map(rival)
+            .collect::<Result<Vec<Rival>>>()?;
+        if rivals.len() != tokens.len() {
             bail!(
                 "the aggregated worker sent {} tokens and {} log-probabilities",
                 tokens.len(),
-                margins.len()
+                rivals.len()
             );
         }
-        Ok(Reference { tokens, margins })
+        Ok(Reference { tokens, rivals })
     }
 
     async fn post(&self, base: &str, body: &Value) -> Result<reqwest::Response> {
@@ -195,14 +196,22 @@ impl Client {
     }
 }
 
-fn margin(top: &std::collections::HashMap<String, f64>) -> f64 {
-    let mut values: Vec<f64> = top.values().copied().collect();
-    values.sort_by(|a, b| b.total_cmp(a));
-    match values[..] {
-        [best, second, ..] => best - second,
-        // One candidate has no rival.
-        _ => f64::INFINITY,
-    }
+/// The second best of the candidates at one token, and how far it is behind.
+fn rival(top: &HashMap<String, f64>) -> Result<Rival> {
+    let mut candidates: Vec<(&String, f64)> =
+        top.iter().map(|(word, &value)| (word, value)).collect();
+    candidates.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let [(_, best), (word, second), ..] = candidates[..] else {
+        bail!("{top:?} are not the log-probabilities of two tokens");
+    };
+    let token = workload::tokens(word).map_err(anyhow::Error::msg)?;
+    let &[token] = token.as_slice() else {
+        bail!("{word:?} is not one token");
+    };
+    Ok(Rival {
+        token,
+        margin: best - second,
+    })
 }
 
 /// The sum of a metric over its label sets in Prometheus' text format.
@@ -231,9 +240,22 @@ mod tests {
     }
 
     #[test]
-    fn the_margin_is_between_the_two_best() {
-        let top =
-            [("a", -3.0), ("b", -1.0), ("c", -1.5)].map(|(token, value)| (token.to_owned(), value));
-        assert!((margin(&top.into_iter().collect()) - 0.5).abs() < 1e-12);
+    fn the_rival_is_the_second_best() {
+        let top = |words: &[(&str, f64)]| -> HashMap<String, f64> {
+            words
+                .iter()
+                .map(|&(word, value)| (word.to_owned(), value))
+                .collect()
+        };
+        let rival = |words: &[(&str, f64)]| rival(&top(words));
+        assert_eq!(
+            rival(&[("w0007", -3.0), (" w0008", -1.0), (" w0009", -1.5)]).unwrap(),
+            Rival {
+                token: 9,
+                margin: 0.5
+            }
+        );
+        assert!(rival(&[("w0007", -3.0)]).is_err());
+        assert!(rival(&[("w0007", -3.0), ("<unk>", -4.0)]).is_err());
     }
 }

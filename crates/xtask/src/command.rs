@@ -3,13 +3,17 @@
 //! Running another program to its end, its output in a log.
 
 use std::fs::{self, File};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
 
+use crate::interrupt;
 use crate::progress::Step;
 
 /// Lines of a log that an error shows.
@@ -19,19 +23,8 @@ const TAIL_LINES: usize = 30;
 pub(crate) fn logged(name: &str, mut command: Command, log: &Path) -> Result<()> {
     let mut step = Step::begin(name);
     let output = File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(output.try_clone()?)
-        .stderr(output)
-        .spawn()
-        .with_context(|| format!("cannot run {}", shown(&command)))?;
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
-        }
-        thread::sleep(Duration::from_millis(200));
-        step.tick(&last_line(log));
-    };
+    command.stdout(output.try_clone()?).stderr(output);
+    let status = wait(&mut command, || step.tick(&last_line(log)))?;
     if !status.success() {
         bail!(
             "{name} failed ({status}): {}\n{}\nThe whole log: {}",
@@ -47,13 +40,34 @@ pub(crate) fn logged(name: &str, mut command: Command, log: &Path) -> Result<()>
 /// Runs `command` with its output on the terminal.
 pub(crate) fn shown_run(mut command: Command) -> Result<()> {
     eprintln!("$ {}", shown(&command));
-    let status = command
-        .status()
-        .with_context(|| format!("cannot run {}", shown(&command)))?;
+    let status = wait(&mut command, || ())?;
     if !status.success() {
         bail!("{} failed ({status})", shown(&command));
     }
     Ok(())
+}
+
+/// Runs `command` in a process group of its own, which a signal to this command ends.
+fn wait(command: &mut Command, mut tick: impl FnMut()) -> Result<ExitStatus> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .process_group(0)
+        .spawn()
+        .with_context(|| format!("cannot run {}", shown(command)))?;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status);
+        }
+        if let Err(interrupted) = interrupt::check() {
+            let group = Pid::from_raw(i32::try_from(child.id())?);
+            // It may have ended since.
+            let _ = killpg(group, Signal::SIGKILL);
+            child.wait()?;
+            return Err(interrupted);
+        }
+        thread::sleep(Duration::from_millis(100));
+        tick();
+    }
 }
 
 /// Runs `command` and returns what it printed.

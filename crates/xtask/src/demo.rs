@@ -3,7 +3,8 @@
 //! The main job: the same requests with the flag off and on, real workers, bytes and outputs.
 
 use std::collections::HashMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -18,8 +19,9 @@ use tokio::sync::{Mutex, Semaphore};
 use crate::cache::Cache;
 use crate::client::{Answer, Client};
 use crate::env;
-use crate::fleet::{Aggregated, BLOCK_SIZE, Fleet, MAX_TOKENS, MODEL, Parts};
+use crate::fleet::{self, Aggregated, BLOCK_SIZE, Fleet, MAX_TOKENS, MODEL, Parts};
 use crate::frontend;
+use crate::interrupt;
 use crate::outputs::{Reference, Tally, Verdict, compare};
 use crate::progress::{Step, say};
 use crate::report::{Kill, Measured, Report, Routing, Run, median};
@@ -34,6 +36,10 @@ const SETTLE: Duration = Duration::from_secs(6);
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
 /// How long requests may fail after a worker was killed, until the router has dropped it.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(120);
+/// When the worker is killed after requests began to be sent: one of them is on its way.
+const KILL_DELAY: Duration = Duration::from_millis(60);
+/// What the router logs when it cannot take the blocks of a worker that left out of its index.
+const NOT_CLEARED: &str = "Failed to clear";
 /// Requests sent to a fleet whose killed worker is back.
 const RESTART_REQUESTS: usize = 8;
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
@@ -79,11 +85,11 @@ pub(crate) struct Options {
     /// Seed of the requests.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// decode_overlap_score_weight of the second run.
-    #[arg(long, default_value_t = 1.0, value_name = "WEIGHT", value_parser = weight)]
+    /// decode_overlap_score_weight of the second run; the first has 0.
+    #[arg(long, default_value_t = 1.0, value_name = "WEIGHT", value_parser = positive, allow_hyphen_values = true)]
     pub(crate) weight: f64,
     /// Log-probability margin below which two tokens count as tied.
-    #[arg(long, default_value_t = 0.001, value_name = "MARGIN", value_parser = weight)]
+    #[arg(long, default_value_t = 0.001, value_name = "MARGIN", value_parser = positive, allow_hyphen_values = true)]
     pub(crate) epsilon: f64,
     /// Also run Dynamo's own conditional disaggregation, with weight 0.
     #[arg(long)]
@@ -92,18 +98,18 @@ pub(crate) struct Options {
     #[arg(long)]
     pub(crate) kill_decode: bool,
     /// Port of the frontend; a free one when left out.
-    #[arg(long, value_name = "PORT")]
+    #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) http_port: Option<u16>,
     /// Write the result as JSON to this file; `-` for standard output in place of the table.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
 
-/// A finite number that is not negative.
-fn weight(text: &str) -> Result<f64, String> {
+/// A finite number above 0.
+fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
-        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
-        _ => Err("must be a finite, non-negative number".to_owned()),
+        Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
+        _ => Err("must be a finite number above 0".to_owned()),
     }
 }
 
@@ -169,15 +175,22 @@ impl Options {
 
 /// Runs `cargo xtask demo`.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
-    let report = measure(cache, options)?;
-    let json = serde_json::to_string_pretty(&report)?;
-    match &options.json {
-        Some(path) if path == Path::new("-") => println!("{json}"),
+    // Opened first: a path that cannot be written must not cost the result.
+    let mut json: Option<Box<dyn Write>> = match &options.json {
+        Some(path) if path == Path::new("-") => Some(Box::new(std::io::stdout())),
         Some(path) => {
-            fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
-            print!("{}", report.table());
+            Some(Box::new(File::create(path).with_context(|| {
+                format!("--json: cannot write {}", path.display())
+            })?))
         }
-        None => print!("{}", report.table()),
+        None => None,
+    };
+    let report = measure(cache, options)?;
+    if options.json.as_deref() != Some(Path::new("-")) {
+        print!("{}", report.table());
+    }
+    if let Some(json) = &mut json {
+        writeln!(json, "{}", serde_json::to_string_pretty(&report)?)?;
     }
     Ok(if report.outputs_are_right() {
         ExitCode::SUCCESS
@@ -189,6 +202,10 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
 /// Sets up what is missing and does the main job.
 pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     options.validate()?;
+    fleet::check_memory((options.prefill + options.decode).into())?;
+    if let Some(port) = options.http_port {
+        fleet::check_port(port)?;
+    }
     let began = Instant::now();
     let python = env::engines(cache)?;
     let parts = Parts {
@@ -207,7 +224,7 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
         // Dropping the job ends every process that it started.
         tokio::select! {
             result = job(&parts, folder.path(), options) => result,
-            signal = interrupted() => bail!("{signal}: everything that was started is stopped"),
+            error = interrupt::asked() => Err(error),
         }
     });
     say(format!("main job: {:.1} s", began.elapsed().as_secs_f64()));
@@ -215,20 +232,6 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
         say(format!("logs are kept in {}", folder.keep().display()));
     }
     result
-}
-
-async fn interrupted() -> &'static str {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut interrupt), Ok(mut terminate)) = (
-        signal(SignalKind::interrupt()),
-        signal(SignalKind::terminate()),
-    ) else {
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = interrupt.recv() => "interrupted",
-        _ = terminate.recv() => "terminated",
-    }
 }
 
 /// A request with its prompt and the aggregated worker's answer.
@@ -283,7 +286,7 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
                 answered.extend(found);
             }
         }
-        let decode_events = fleet.decode_events()?;
+        let decode_events = fleet.decode_events().await?;
         let kill = match kill_requests.as_slice() {
             [first, others] if routing.weight > 0.0 => {
                 Some(kill_run(&client, &mut fleet, [first, others], options).await?)
@@ -358,8 +361,8 @@ async fn workload_run(
     model: &Model,
     options: &Options,
 ) -> Result<(Measured, HashMap<usize, Vec<u32>>)> {
-    let moved_before = fleet.decode_counters(MOVED_BYTES).await?;
-    let finished_before = fleet.decode_counters(FINISHED).await?;
+    let moved_before = or_zero(&fleet.decode_counters(MOVED_BYTES).await?);
+    let finished_before = or_zero(&fleet.decode_counters(FINISHED).await?);
     let step = Step::begin(format!("{} requests ({workload:?})", requests.len()));
     let base = fleet.base()?.to_owned();
     let answers = send_all(requests, options.concurrency.into(), |request| {
@@ -460,14 +463,18 @@ async fn settled(
     let mut since = Instant::now();
     loop {
         fleet.check()?;
-        let moved = fleet.decode_counters(MOVED_BYTES).await?;
-        let finished = fleet.decode_counters(FINISHED).await?;
+        let counters = fleet.decode_counters(MOVED_BYTES).await?;
+        let moved = or_zero(&counters);
+        let finished = or_zero(&fleet.decode_counters(FINISHED).await?);
         if moved != last {
             last.clone_from(&moved);
             since = Instant::now();
         }
         let counted: u64 = grown(finished_before, &finished).iter().sum();
         if counted == requests as u64 && since.elapsed() >= SETTLE {
+            if counters.iter().all(Option::is_none) {
+                bail!("no decode worker has the counter {MOVED_BYTES}");
+            }
             step.end();
             return Ok((moved, finished));
         }
@@ -482,9 +489,17 @@ async fn settled(
     }
 }
 
+/// A worker has a counter only once it has something to count.
+fn or_zero(counters: &[Option<f64>]) -> Vec<f64> {
+    counters
+        .iter()
+        .map(|counter| counter.unwrap_or(0.0))
+        .collect()
+}
+
 /// Growth of counters, which hold whole numbers.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-fn grown(before: &[f64], after: &[f64]) -> Vec<u64> {
+pub(crate) fn grown(before: &[f64], after: &[f64]) -> Vec<u64> {
     before
         .iter()
         .zip(after)
@@ -492,8 +507,8 @@ fn grown(before: &[f64], after: &[f64]) -> Vec<u64> {
         .collect()
 }
 
-/// Kills the first decode worker between two halves of the first requests, starts it again, and
-/// then sends the others.
+/// Sends half of the first requests, kills the decode worker that finished most of them while the
+/// other half is being sent, starts it again, and then sends the others.
 async fn kill_run(
     client: &Client,
     fleet: &mut Fleet,
@@ -502,35 +517,55 @@ async fn kill_run(
 ) -> Result<Kill> {
     let base = fleet.base()?.to_owned();
     let failed = AtomicUsize::new(0);
-    let mut verdicts = Vec::new();
-    let mut send = async |part: &[Request], concurrency: usize| {
+    let send = async |part: &[Request], concurrency: usize| {
         let part: Vec<(usize, &Request)> = part.iter().enumerate().collect();
         let answers = send_all(&part, concurrency, |request| {
             with_retries(client, &base, request, options, &failed)
         })
         .await?;
-        verdicts.extend(part.iter().map(|(index, request)| {
+        let verdicts = part.iter().map(|(index, request)| {
             compare(&request.reference, &answers[index].tokens, options.epsilon)
-        }));
-        Ok::<_, anyhow::Error>(())
+        });
+        Ok::<_, anyhow::Error>(verdicts.collect::<Vec<Verdict>>())
     };
+    let concurrency: usize = options.concurrency.into();
     let (before, after) = first.split_at(first.len() / 2);
-    send(before, options.concurrency.into()).await?;
-    fleet.kill_decode(0)?;
-    send(after, options.concurrency.into()).await?;
+    let finished_before = or_zero(&fleet.decode_counters(FINISHED).await?);
+    let mut verdicts = send(before, concurrency).await?;
+    tokio::time::sleep(SETTLE).await;
+    let finished = or_zero(&fleet.decode_counters(FINISHED).await?);
+    let (killed, _) = grown(&finished_before, &finished)
+        .into_iter()
+        .enumerate()
+        .max_by_key(|(_, finished)| *finished)
+        .context("there is no decode worker")?;
+    let sources_before = fleet.event_sources().await?;
+    let killing = async {
+        tokio::time::sleep(KILL_DELAY).await;
+        fleet.kill_decode(killed)
+    };
+    let (sent, killing) = tokio::join!(send(after, concurrency), killing);
+    killing?;
+    verdicts.extend(sent?);
     fleet.ready("the router drops the killed worker").await?;
-    fleet.restart_decode(0)?;
+    let sources_without = fleet.event_sources().await?;
+    fleet.restart_decode(killed)?;
     fleet.ready("the killed worker is back").await?;
-    send(others, RESTART_REQUESTS).await?;
+    verdicts.extend(send(others, RESTART_REQUESTS).await?);
     tokio::time::sleep(SETTLE).await;
     fleet.check()?;
     // A restarted worker counts from 0.
-    let before_restart = vec![0.0; options.decode.into()];
-    let finished = fleet.decode_counters(FINISHED).await?;
+    let finished = or_zero(&fleet.decode_counters(FINISHED).await?);
     Ok(Kill {
         requests: verdicts.len(),
         failed_attempts: failed.load(Ordering::Relaxed),
-        requests_after_restart: grown(&before_restart, &finished)[0],
+        event_sources: [
+            sources_before,
+            sources_without,
+            fleet.event_sources().await?,
+        ],
+        index_was_cleared: !fleet.frontend_log()?.contains(NOT_CLEARED),
+        requests_after_restart: grown(&vec![0.0; finished.len()], &finished)[killed],
         outputs: Tally::of(&verdicts),
     })
 }
@@ -612,12 +647,18 @@ mod tests {
 
     #[test]
     fn a_bad_weight_is_refused_with_option_and_value() {
-        for value in ["-1", "NaN", "inf", "", "1,5", "high"] {
-            let error = parse(&[&format!("--weight={value}")]).unwrap_err();
-            assert_eq!(error.exit_code(), 2);
-            let error = error.to_string();
-            assert!(error.contains("--weight"), "{error}");
-            assert!(value.is_empty() || error.contains(value), "{error}");
+        for value in ["-1", "0", "NaN", "inf", "", "1,5", "high"] {
+            for arguments in [
+                &[&format!("--weight={value}")[..]][..],
+                &["--weight", value],
+            ] {
+                let error = parse(arguments).unwrap_err();
+                assert_eq!(error.exit_code(), 2);
+                let error = error.to_string();
+                assert!(error.contains("--weight"), "{error}");
+                assert!(error.contains("a finite number above 0"), "{error}");
+                assert!(error.contains(&format!("'{value}'")), "{error}");
+            }
         }
     }
 
@@ -653,7 +694,7 @@ mod tests {
                 prompt: vec![u32::try_from(index).unwrap()],
                 reference: Reference {
                     tokens: Vec::new(),
-                    margins: Vec::new(),
+                    rivals: Vec::new(),
                 },
             })
             .collect();

@@ -10,7 +10,6 @@ use anyhow::{Context, Result, bail};
 
 use crate::cache::{Cache, Key, project_root};
 use crate::command;
-use crate::progress::say;
 
 /// The lock files hold wheels of this Python alone.
 const PYTHON_VERSION: &str = "3.11";
@@ -165,9 +164,9 @@ fn base_python() -> Result<BasePython> {
             Err(_) => seen.push(format!("{} is not there", path.display())),
         }
     }
-    say("the engines need Python 3.11: their lock file holds wheels of that version");
     bail!(
-        "no Python {PYTHON_VERSION} ({}): set {PYTHON_VARIABLE} to one",
+        "no Python {PYTHON_VERSION}, for which the lock files hold wheels ({}): set \
+         {PYTHON_VARIABLE} to one",
         seen.join(", ")
     )
 }

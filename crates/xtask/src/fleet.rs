@@ -23,6 +23,7 @@ use serde_json::json;
 
 use crate::client::Client;
 use crate::command::tail;
+use crate::demo::grown;
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Routing};
 
@@ -67,7 +68,7 @@ impl Process {
             .append(true)
             .open(&log)
             .with_context(|| format!("cannot write {}", log.display()))?;
-        let child = command
+        let child = without_inherited_settings(&mut command)
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
             .stderr(output)
@@ -138,24 +139,27 @@ impl Process {
 
 /// The thread with the most processor time of the processes in `group`, their main threads aside.
 fn busiest_thread(group: i32) -> Option<u32> {
-    let entries = |folder: PathBuf| fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut threads = Vec::new();
-    for process in entries(PathBuf::from("/proc")) {
-        let Some(stat) = Stat::read(&process.path().join("stat")) else {
-            continue;
-        };
-        if stat.group != group {
-            continue;
-        }
-        for thread in entries(process.path().join("task")) {
-            if let Some(thread) = Stat::read(&thread.path().join("stat"))
-                && thread.id != stat.id
-            {
-                threads.push((thread.ticks, thread.id));
-            }
-        }
-    }
-    threads.into_iter().max().map(|(_, id)| id)
+    let threads = processes(Pid::from_raw(group)).flat_map(|process| {
+        let threads = entries(&Path::new("/proc").join(process.id.to_string()).join("task"));
+        threads
+            .filter_map(|thread| Stat::read(&thread.join("stat")))
+            .filter(move |thread| thread.id != process.id)
+    });
+    threads
+        .max_by_key(|thread| thread.ticks)
+        .map(|thread| thread.id)
+}
+
+/// The processes of a group, ended ones that nobody has reaped among them.
+fn processes(group: Pid) -> impl Iterator<Item = Stat> {
+    entries(Path::new("/proc"))
+        .filter_map(|process| Stat::read(&process.join("stat")))
+        .filter(move |process| process.group == group.as_raw())
+}
+
+fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path())
 }
 
 /// Fields of `/proc/.../stat`, see proc(5).
@@ -164,6 +168,8 @@ struct Stat {
     id: u32,
     group: i32,
     ticks: u64,
+    /// Not a zombie.
+    runs: bool,
 }
 
 impl Stat {
@@ -180,9 +186,38 @@ impl Stat {
             id: id.parse().ok()?,
             group: fields.get(2)?.parse().ok()?,
             ticks: ticks(11)? + ticks(12)?,
+            runs: !matches!(fields.first()?, &"Z" | &"X"),
         })
     }
 }
+
+/// Takes settings of the user's shell away that would change what a run measures.
+fn without_inherited_settings(command: &mut Command) -> &mut Command {
+    let set: HashSet<OsString> = command
+        .get_envs()
+        .map(|(name, _)| name.to_owned())
+        .collect();
+    for (name, _) in std::env::vars_os() {
+        let is_setting = INHERITED_SETTINGS
+            .iter()
+            .any(|prefix| name.to_string_lossy().starts_with(prefix));
+        if is_setting && !set.contains(&name) {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+/// Beginnings of names of variables.
+const INHERITED_SETTINGS: [&str; 7] = [
+    "DYN_",
+    "VLLM_",
+    "NIXL_",
+    "UCX_",
+    "KV_",
+    "ETCD_",
+    "PYTHONPATH",
+];
 
 /// Ends the processes: asks first, then kills, and waits until they are gone.
 fn stop(processes: &mut [Process]) {
@@ -254,7 +289,7 @@ impl Fleet {
             workers: Vec::new(),
             frontend: None,
         };
-        check_memory(prefill + decode, available_bytes()?)?;
+        check_memory(prefill + decode)?;
         let roles = std::iter::repeat_n(Role::Prefill, prefill)
             .chain(std::iter::repeat_n(Role::Decode, decode));
         for role in roles {
@@ -427,27 +462,43 @@ impl Fleet {
         Ok(())
     }
 
-    /// What the frontend did about the KV events of decode workers, by its log.
-    pub(crate) fn decode_events(&self) -> Result<DecodeEvents> {
+    /// What the frontend wrote.
+    pub(crate) fn frontend_log(&self) -> Result<String> {
         let (frontend, _) = self.frontend.as_ref().context("no frontend was started")?;
-        let log = fs::read_to_string(&frontend.log)
-            .with_context(|| format!("cannot read {}", frontend.log.display()))?;
-        decode_events(&log).with_context(|| {
-            format!(
-                "{} says neither that the frontend subscribed to the decode workers' KV events \
-                 nor that it skipped them",
-                frontend.log.display()
-            )
-        })
+        fs::read_to_string(&frontend.log)
+            .with_context(|| format!("cannot read {}", frontend.log.display()))
     }
 
-    /// A counter of every decode worker, in their order.
-    pub(crate) async fn decode_counters(&self, name: &str) -> Result<Vec<f64>> {
+    /// What the frontend did about the KV events of decode workers, by its log and by the number
+    /// of workers whose events it takes.
+    pub(crate) async fn decode_events(&self) -> Result<DecodeEvents> {
+        let skipped = self.frontend_log()?.contains(SKIPPED);
+        let sources = self.event_sources().await?;
+        let prefill = self.workers.len() - self.decode_workers().count();
+        match (skipped, sources) {
+            (true, sources) if sources == prefill => Ok(DecodeEvents::Skipped),
+            (false, sources) if sources == self.workers.len() => Ok(DecodeEvents::Subscribed),
+            _ => bail!(
+                "the frontend takes the KV events of {sources} workers and its log {} that it skips \
+                 those of a pool",
+                if skipped { "says" } else { "does not say" }
+            ),
+        }
+    }
+
+    /// A counter of every decode worker, in their order; `None` where it is absent.
+    pub(crate) async fn decode_counters(&self, name: &str) -> Result<Vec<Option<f64>>> {
         let mut counters = Vec::new();
         for worker in self.decode_workers() {
-            counters.push(self.client.metric(&worker.base, name).await?.unwrap_or(0.0));
+            counters.push(self.client.metric(&worker.base, name).await?);
         }
         Ok(counters)
+    }
+
+    /// Workers whose KV events the frontend takes, of both pools.
+    pub(crate) async fn event_sources(&self) -> Result<usize> {
+        let sources = self.client.metric(self.base()?, EVENT_SOURCES).await?;
+        Ok(grown(&[0.0], &[sources.unwrap_or(0.0)])[0].try_into()?)
     }
 
     fn decode_workers(&self) -> impl Iterator<Item = &Worker> {
@@ -468,7 +519,7 @@ impl Fleet {
 
     /// Starts decode worker `index` again after [`Self::kill_decode`].
     pub(crate) fn restart_decode(&mut self, index: usize) -> Result<()> {
-        check_memory(1, available_bytes()?)?;
+        check_memory(1)?;
         let worker = self.spawn_worker(Role::Decode, index)?;
         let prefill = self.workers.len() - self.decode_workers().count();
         self.workers.insert(prefill + index, worker);
@@ -506,7 +557,7 @@ impl Aggregated {
     /// Starts it and waits until it answers.
     pub(crate) async fn start(parts: &Parts, folder: &Path, client: &Client) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-        check_memory(1, available_bytes()?)?;
+        check_memory(1)?;
         let [port] = free_ports()?;
         let mut command = Command::new(&parts.python);
         command
@@ -593,23 +644,10 @@ impl Registered {
     }
 }
 
-/// The last word of a frontend's log about the decode pool's KV events.
-fn decode_events(log: &str) -> Option<DecodeEvents> {
-    let mut events = None;
-    let mut ingresses = 0;
-    for line in log.lines() {
-        if line.contains("Skipping KV event subscription") {
-            events = Some(DecodeEvents::Skipped);
-        } else if line.contains("Using direct-ZMQ KV event ingress") {
-            ingresses += 1;
-        }
-    }
-    // The prefill pool always subscribes.
-    if events.is_none() && ingresses >= 2 {
-        events = Some(DecodeEvents::Subscribed);
-    }
-    events
-}
+/// What the frontend logs for a pool whose index it does not need.
+const SKIPPED: &str = "Skipping KV event subscription";
+/// Workers whose KV events a frontend takes, of all pools.
+const EVENT_SOURCES: &str = "dynamo_component_router_kv_zmq_ingress_sources";
 
 /// Options of vLLM in every worker. The KV cache holds 2,048 blocks of the test model.
 const ENGINE_OPTIONS: [&str; 12] = [
@@ -642,8 +680,12 @@ fn engine_environment() -> [(&'static str, &'static str); 7] {
     ]
 }
 
-/// An error if `workers` more workers do not fit into `available_bytes`.
-fn check_memory(workers: usize, available_bytes: u64) -> Result<()> {
+/// An error if `workers` more workers do not fit into the memory of this machine.
+pub(crate) fn check_memory(workers: usize) -> Result<()> {
+    check_memory_of(workers, available_bytes()?)
+}
+
+fn check_memory_of(workers: usize, available_bytes: u64) -> Result<()> {
     let needed_bytes = workers as u64 * WORKER_BYTES;
     if needed_bytes > available_bytes {
         bail!(
@@ -694,7 +736,7 @@ fn free_ports<const N: usize>() -> Result<[u16; N]> {
 }
 
 /// `port` if nothing listens on it.
-fn check_port(port: u16) -> Result<u16> {
+pub(crate) fn check_port(port: u16) -> Result<u16> {
     TcpListener::bind(("127.0.0.1", port)).with_context(|| format!("port {port} is taken"))?;
     Ok(port)
 }
@@ -743,8 +785,8 @@ mod tests {
 
     #[test]
     fn too_little_memory_is_said_in_one_line() {
-        assert!(check_memory(3, 8 << 30).is_ok());
-        let error = check_memory(5, 8 << 30).unwrap_err().to_string();
+        assert!(check_memory_of(3, 8 << 30).is_ok());
+        let error = check_memory_of(5, 8 << 30).unwrap_err().to_string();
         assert!(error.contains("5 more workers"), "{error}");
         assert_eq!(error.lines().count(), 1);
     }
@@ -765,9 +807,11 @@ mod tests {
             Some(Stat {
                 id: 77,
                 group: 76,
-                ticks: 560
+                ticks: 560,
+                runs: true
             })
         );
+        assert!(!Stat::parse(&text.replace(" S ", " Z ")).unwrap().runs);
         assert_eq!(Stat::parse("77 (x"), None);
     }
 
@@ -780,20 +824,5 @@ mod tests {
         let registered = Registered::parse(metrics);
         assert_eq!(registered.decode, HashSet::from(["1".to_owned()]));
         assert_eq!(registered.prefill, HashSet::from(["3".to_owned()]));
-    }
-
-    #[test]
-    fn the_log_tells_whether_decode_events_are_used() {
-        let prefill = "INFO Using direct-ZMQ KV event ingress on the application runtime\n";
-        let skipped = "INFO Skipping KV event subscription requirement=not_required\n";
-        assert_eq!(decode_events(prefill), None);
-        assert_eq!(
-            decode_events(&format!("{skipped}{prefill}")),
-            Some(DecodeEvents::Skipped)
-        );
-        assert_eq!(
-            decode_events(&format!("{prefill}{prefill}")),
-            Some(DecodeEvents::Subscribed)
-        );
     }
 }

@@ -20,6 +20,10 @@ pub(crate) const NAME: &str = "kvdelta-frontend";
 /// What Dynamo's crates need.
 const RUSTFLAGS: &str = "--cfg tokio_unstable";
 
+/// A file of Dynamo's repository that the tests of dynamo-kv-router are compiled with and that its
+/// package leaves out.
+pub(crate) const LEFT_OUT_FILE: &str = "examples/router/policy-class-queues.yaml";
+
 /// The folder of the frontend's sources.
 pub(crate) fn folder() -> PathBuf {
     project_root().join("tests/dynamo-frontend")
@@ -31,7 +35,8 @@ pub(crate) fn build(cache: &Cache) -> Result<PathBuf> {
         .part("rustc", rustc_version()?.as_bytes())
         .part("rustflags", RUSTFLAGS.as_bytes())
         .file(&folder().join("Cargo.toml"))?
-        .file(&folder().join("Cargo.lock"))?;
+        .file(&folder().join("Cargo.lock"))?
+        .file(&folder().join("build.rs"))?;
     for source in sources(&folder().join("src"))? {
         let text =
             fs::read(&source).with_context(|| format!("cannot read {}", source.display()))?;
@@ -68,9 +73,14 @@ pub(crate) fn cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
     Ok(cargo)
 }
 
-/// The tests of one patched crate, built outside the frontend's workspace.
+/// The tests of one patched crate, in a tree of their own: cargo adapts its lock file.
 pub(crate) fn patched_test(cache: &Cache, name: &str, arguments: &[&str]) -> Result<Command> {
-    let patched = patch::patched(cache)?;
+    let tree = cache.entry("dynamo-tested", &patch::key()?, |tree| {
+        patch::prepare(tree)?;
+        let file = tree.join(LEFT_OUT_FILE);
+        fs::create_dir_all(file.parent().unwrap_or(tree))?;
+        Ok(fs::write(file, "# Not in the package.\n")?)
+    })?;
     let pins = Pins::read()?;
     let pin = pins
         .crates
@@ -79,10 +89,10 @@ pub(crate) fn patched_test(cache: &Cache, name: &str, arguments: &[&str]) -> Res
         .with_context(|| format!("pins.toml has no crate {name}"))?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["test", "--quiet"]);
-    patch_registry(&mut cargo, &pins, &patched);
+    patch_registry(&mut cargo, &pins, &tree);
     cargo
         .args(arguments)
-        .current_dir(patched.join(&pin.path))
+        .current_dir(tree.join(&pin.path))
         .env("CARGO_TARGET_DIR", cache.folder("target/upstream-tests")?);
     build_environment(&mut cargo, cache)?;
     Ok(cargo)
@@ -90,6 +100,9 @@ pub(crate) fn patched_test(cache: &Cache, name: &str, arguments: &[&str]) -> Res
 
 /// The tools that builds of Dynamo's crates call, none of them system-wide.
 fn build_environment(cargo: &mut Command, cache: &Cache) -> Result<()> {
+    let mut cxx = Command::new("g++");
+    cxx.arg("--version");
+    command::output(cxx).context("Dynamo's crates contain C++: install g++")?;
     // The library comes without the compiler's own headers.
     let mut ask = Command::new("cc");
     ask.arg("-print-file-name=include");

@@ -9,6 +9,7 @@ mod demo;
 mod env;
 mod fleet;
 mod frontend;
+mod interrupt;
 mod outputs;
 mod patch;
 mod progress;
@@ -67,6 +68,7 @@ fn main() -> ExitCode {
 }
 
 fn run(command: Command) -> Result<ExitCode> {
+    interrupt::listen()?;
     let cache = Cache::open()?;
     match command {
         Command::Env => env::run(&cache),

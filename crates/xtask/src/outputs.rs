@@ -9,8 +9,17 @@ use serde::Serialize;
 pub(crate) struct Reference {
     /// The tokens.
     pub(crate) tokens: Vec<u32>,
-    /// At each token, the log-probability of the best minus that of the second best.
-    pub(crate) margins: Vec<f64>,
+    /// At each token, the second best.
+    pub(crate) rivals: Vec<Rival>,
+}
+
+/// The second best choice at a token.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Rival {
+    /// The token that it is.
+    pub(crate) token: u32,
+    /// The log-probability of the best minus its own.
+    pub(crate) margin: f64,
 }
 
 /// How an answer compares with the reference.
@@ -19,7 +28,7 @@ pub(crate) struct Reference {
 pub(crate) enum Verdict {
     /// The same tokens.
     Equal,
-    /// Another token first where the reference's two best are closer than epsilon.
+    /// First the reference's second best, where that is closer than epsilon to its best.
     NearTie {
         /// Index of that token.
         token: usize,
@@ -36,8 +45,8 @@ pub(crate) enum Verdict {
 }
 
 /// Compares `answer` with `reference`. Batching changes the order of float additions, so a
-/// greedy choice between two tokens closer than `epsilon` may fall the other way, and everything
-/// after it may differ.
+/// greedy choice between the two best tokens, closer than `epsilon`, may fall the other way, and
+/// everything after it may differ.
 pub(crate) fn compare(reference: &Reference, answer: &[u32], epsilon: f64) -> Verdict {
     if answer == reference.tokens {
         return Verdict::Equal;
@@ -48,10 +57,15 @@ pub(crate) fn compare(reference: &Reference, answer: &[u32], epsilon: f64) -> Ve
         .zip(answer)
         .take_while(|(expected, found)| expected == found)
         .count();
-    let is_choice = token < reference.tokens.len() && token < answer.len();
-    match reference.margins.get(token).copied() {
-        Some(margin) if is_choice && margin < epsilon => Verdict::NearTie { token, margin },
-        margin => Verdict::Different { token, margin },
+    let margin = reference.rivals.get(token).map(|rival| rival.margin);
+    match (reference.rivals.get(token), answer.get(token)) {
+        (Some(rival), Some(found)) if rival.margin < epsilon && rival.token == *found => {
+            Verdict::NearTie {
+                token,
+                margin: rival.margin,
+            }
+        }
+        _ => Verdict::Different { token, margin },
     }
 }
 
@@ -85,12 +99,19 @@ impl Tally {
 mod tests {
     use super::*;
 
+    fn reference(margins: &[f64]) -> Reference {
+        Reference {
+            tokens: (5..).take(margins.len()).collect(),
+            rivals: margins
+                .iter()
+                .map(|&margin| Rival { token: 9, margin })
+                .collect(),
+        }
+    }
+
     #[test]
-    fn only_a_near_tie_excuses_another_token() {
-        let reference = Reference {
-            tokens: vec![5, 6, 7],
-            margins: vec![1.0, 0.0001, 2.0],
-        };
+    fn only_the_rival_at_a_near_tie_is_excused() {
+        let reference = reference(&[1.0, 0.0001, 2.0]);
         let verdict = |answer: &[u32]| compare(&reference, answer, 0.001);
         assert_eq!(verdict(&[5, 6, 7]), Verdict::Equal);
         assert_eq!(
@@ -102,16 +123,15 @@ mod tests {
         );
         let different = |token, margin| Verdict::Different { token, margin };
         assert_eq!(verdict(&[9, 6, 7]), different(0, Some(1.0)));
+        // A third token is no rival.
+        assert_eq!(verdict(&[5, 8, 7]), different(1, Some(0.0001)));
         // The tie was taken as in the reference, so what follows has no excuse.
         assert_eq!(verdict(&[5, 6, 9]), different(2, Some(2.0)));
     }
 
     #[test]
     fn a_shorter_or_longer_answer_is_different() {
-        let reference = Reference {
-            tokens: vec![5, 6],
-            margins: vec![0.0001, 0.0001],
-        };
+        let reference = reference(&[0.0001, 0.0001]);
         assert_eq!(
             compare(&reference, &[5], 0.001),
             Verdict::Different {

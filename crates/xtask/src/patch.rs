@@ -39,7 +39,11 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
         if out.exists() {
             bail!("{} exists: name a folder that does not", out.display());
         }
-        prepare(out)?;
+        let parent = out.parent().filter(|parent| *parent != Path::new(""));
+        let scratch = tempfile::tempdir_in(parent.unwrap_or(Path::new(".")))?;
+        prepare(scratch.path())?;
+        fs::rename(scratch.keep(), out)
+            .with_context(|| format!("cannot make {}", out.display()))?;
         println!("{}", out.display());
     } else {
         println!("{}", patched(cache)?.display());
@@ -72,8 +76,13 @@ pub(crate) fn key() -> Result<Key> {
     Ok(key)
 }
 
-fn prepare(target: &Path) -> Result<()> {
+/// Unpacks the pinned sources under `target` and applies the series to them.
+pub(crate) fn prepare(target: &Path) -> Result<()> {
     let pins = Pins::read()?;
+    let series = series()?;
+    if series.is_empty() {
+        bail!("the series names no patch");
+    }
     say(format!(
         "upstream sources: {} crates of Dynamo {}",
         pins.crates.len(),
@@ -81,7 +90,7 @@ fn prepare(target: &Path) -> Result<()> {
     ));
     let packed = pins.fetch()?;
     pins.unpack(&packed, target)?;
-    for name in series()? {
+    for name in series {
         let path = series_folder().join(&name);
         let text =
             fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -189,10 +198,10 @@ fn apply_hunks(old: &str, hunks: &[Hunk<'_, str>]) -> Result<String> {
                         bail!(
                             "hunk {number} at line {}: expected {:?}, found {}",
                             next + 1,
-                            text.trim_end(),
+                            text.trim_end_matches('\n'),
                             found.map_or("the end of the file".to_owned(), |found| format!(
                                 "{:?}",
-                                found.trim_end()
+                                found.trim_end_matches('\n')
                             ))
                         );
                     }

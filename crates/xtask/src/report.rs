@@ -110,6 +110,10 @@ pub(crate) struct Kill {
     pub(crate) requests: usize,
     /// Attempts that ended in an error before the router had dropped the worker.
     pub(crate) failed_attempts: usize,
+    /// Workers whose KV events the router takes: before, without the killed worker, and after.
+    pub(crate) event_sources: [usize; 3],
+    /// Whether the router never failed to take the blocks of a worker out of its index.
+    pub(crate) index_was_cleared: bool,
     /// Requests that the worker finished after it was started again.
     pub(crate) requests_after_restart: u64,
     /// Comparison with the aggregated worker.
@@ -193,14 +197,15 @@ impl Report {
                 let _ = writeln!(
                     text,
                     "{}: a decode worker was killed among {} more requests: {} attempts \
-                     failed and were repeated, {} answers equal, {} near ties, {} different; \
-                     started again it finished {} requests.",
+                     failed and were repeated, {} answers equal, {} near ties, {} different; event \
+                     sources {:?}; started again it finished {} requests.",
                     capitalized(run.routing),
                     kill.requests,
                     kill.failed_attempts,
                     kill.outputs.equal,
                     kill.outputs.near_ties,
                     kill.outputs.different,
+                    kill.event_sources,
                     kill.requests_after_restart
                 );
             }

@@ -12,6 +12,7 @@ use crate::command::shown_run;
 use crate::demo;
 use crate::env;
 use crate::frontend;
+use crate::interrupt;
 use crate::patch;
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Report};
@@ -90,6 +91,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
             skipped.push(part.name);
             continue;
         }
+        interrupt::check()?;
         let step = Step::begin(part.name);
         match (part.run)(cache) {
             Ok(()) => {
@@ -165,18 +167,25 @@ fn python_lints(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
-/// The default policy's crate whole, and of the router's crate the configuration.
+/// The one upstream test that needs the contents of [`frontend::LEFT_OUT_FILE`].
+const LEFT_OUT_TEST: &str = "documented_sample_exercises_root_model_and_unknown_class_semantics";
+
+/// The tests of the default policy's crate and of the router's crate.
 fn upstream_tests(cache: &Cache) -> Result<()> {
-    shown_run(frontend::patched_test(
-        cache,
-        "dynamo-custom-policy-builtin",
-        &[],
-    )?)?;
-    shown_run(frontend::patched_test(
-        cache,
-        "dynamo-kv-router",
-        &["--lib", "--", "scheduling::config", "worker_selection"],
-    )?)
+    say(format!(
+        "skipped: {LEFT_OUT_TEST} (the package leaves out {})",
+        frontend::LEFT_OUT_FILE
+    ));
+    for (name, arguments) in [
+        ("dynamo-custom-policy-builtin", &[][..]),
+        (
+            "dynamo-kv-router",
+            &["--lib", "--", "--skip", LEFT_OUT_TEST],
+        ),
+    ] {
+        shown_run(frontend::patched_test(cache, name, arguments)?)?;
+    }
+    Ok(())
 }
 
 fn frontend_tests(cache: &Cache) -> Result<()> {
@@ -234,17 +243,28 @@ fn broken_promises(report: &Report) -> Vec<String> {
                     run.routing, measured.workload, measured.moved_bytes, measured.once_bytes
                 ));
             }
-            if measured.moved_bytes == 0 {
+            // Several caches cannot hold more than one without end; less was not counted.
+            if !run.routing.conditional_disagg && measured.moved_bytes < measured.once_bytes {
                 broken.push(format!(
-                    "{}, {:?}: no byte was counted",
-                    run.routing, measured.workload
+                    "{}, {:?}: {} bytes counted, at least {} must move",
+                    run.routing, measured.workload, measured.moved_bytes, measured.once_bytes
                 ));
             }
         }
-        if let Some(kill) = &run.kill
-            && kill.requests_after_restart == 0
-        {
-            broken.push("the decode worker was not used after its restart".to_owned());
+        if let Some(kill) = &run.kill {
+            let all = report.prefill_workers + report.decode_workers;
+            if kill.event_sources != [all, all - 1, all] {
+                broken.push(format!(
+                    "of {all} workers, one killed on the way, the router took the events of {:?}",
+                    kill.event_sources
+                ));
+            }
+            if !kill.index_was_cleared {
+                broken.push("the killed worker's blocks stayed in the index".to_owned());
+            }
+            if kill.requests_after_restart == 0 {
+                broken.push("the decode worker was not used after its restart".to_owned());
+            }
         }
     }
     broken
@@ -253,6 +273,8 @@ fn broken_promises(report: &Report) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::outputs::Tally;
+    use crate::report::Kill;
     use crate::report::tests::report;
 
     #[test]
@@ -264,10 +286,18 @@ mod tests {
     fn each_broken_promise_is_found() {
         let mut wrong = report(1);
         wrong.runs[0].decode_events = DecodeEvents::Subscribed;
-        wrong.runs[0].workloads[0].moved_bytes = 0;
+        wrong.runs[0].workloads[0].moved_bytes = 299;
         wrong.runs[1].workloads[0].moved_bytes = 316;
+        wrong.runs[1].kill = Some(Kill {
+            requests: 4,
+            failed_attempts: 0,
+            event_sources: [3, 3, 3],
+            index_was_cleared: false,
+            requests_after_restart: 0,
+            outputs: Tally::default(),
+        });
         let broken = broken_promises(&wrong);
-        assert_eq!(broken.len(), 4, "{broken:?}");
+        assert_eq!(broken.len(), 7, "{broken:?}");
     }
 
     #[test]

@@ -7,6 +7,7 @@
 use std::ffi::OsString;
 
 use dynamo_kv_router::config::{DYN_ROUTER_MIN_INITIAL_WORKERS, KvRouterConfig, SharedCacheType};
+use dynamo_kv_router::plugins::RouterPluginRegistry;
 use dynamo_llm::discovery::LoadThresholdConfig;
 use dynamo_llm::entrypoint::RouterConfig;
 use dynamo_llm::local_model::LocalModelBuilder;
@@ -182,6 +183,18 @@ pub(crate) fn kv_router(options: &Options) -> Result<KvRouterConfig, Refusal> {
     Ok(config)
 }
 
+/// The policies that Dynamo ships, by the names that a policy YAML uses, after the policies of this
+/// configuration were made from them once: Dynamo would do so when the first worker appears.
+pub(crate) fn policies(options: &Options) -> Result<RouterPluginRegistry, Refusal> {
+    let mut policies = dynamo_custom_policy_builtin::default_registry();
+    dynamo_custom_policy_builtin::register(&mut policies).map_err(refuse)?;
+    policies.resolve(&kv_router(options)?).map_err(|error| {
+        let file = options.kv.router_policy_config.as_deref();
+        refuse(format!("{}: {error}", file.unwrap_or("worker selection")))
+    })?;
+    Ok(policies)
+}
+
 /// Sets the weight of the prefix that a decode worker holds already.
 ///
 /// `None` leaves what the policy YAML says. The field exists in patched Dynamo only, so without
@@ -317,10 +330,16 @@ fn check_mode(mode: Mode, kv: &KvRouterConfig, options: &Options) -> Result<(), 
             }
         }
     }
-    if kv.conditional_disagg_enabled && !kv.use_kv_events {
-        return Err(refuse(
-            "--router-conditional-disagg requires --router-kv-events",
-        ));
+    for (wanted, flag) in [
+        (kv.conditional_disagg_enabled, "--router-conditional-disagg"),
+        (
+            overlap.is_some_and(|weight| weight > 0.0),
+            "--router-decode-overlap-score-weight",
+        ),
+    ] {
+        if wanted && !kv.use_kv_events {
+            return Err(refuse(format!("{flag} requires --router-kv-events")));
+        }
     }
     Ok(())
 }

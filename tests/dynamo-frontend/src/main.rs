@@ -16,6 +16,7 @@ use std::process::{Command, ExitCode};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use dynamo_kv_router::plugins::RouterPluginRegistry;
 use dynamo_llm::entrypoint::EngineConfig;
 use dynamo_llm::entrypoint::input::{Input, run_input};
 use dynamo_llm::kv_router::plugins::install_router_plugin_registry;
@@ -27,7 +28,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use options::{Options, Stop};
 
 fn main() -> ExitCode {
-    let (options, model) = match prepare() {
+    let (options, model, policies) = match prepare() {
         Ok(prepared) => prepared,
         Err(Stop::Show(text)) => {
             let _ = text.print();
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
     for warning in config::warnings(&options).into_iter().chain(ignored) {
         tracing::warn!("{warning}");
     }
+    install_router_plugin_registry(policies);
     match start(&options, model) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -56,10 +58,11 @@ fn main() -> ExitCode {
     }
 }
 
-fn prepare() -> Result<(Options, LocalModelBuilder), Stop> {
+fn prepare() -> Result<(Options, LocalModelBuilder, RouterPluginRegistry), Stop> {
     let options = options::parse(std::env::args_os())?;
     let model = config::local_model(&options).map_err(Stop::Refuse)?;
-    Ok((options, model))
+    let policies = config::policies(&options).map_err(Stop::Refuse)?;
+    Ok((options, model, policies))
 }
 
 /// Starts this program again with the variables that Dynamo takes from the environment alone,
@@ -101,7 +104,6 @@ async fn serve(
     let asked_to_stop = Arc::new(AtomicBool::new(false));
     tokio::spawn(stop_on_signal(runtime.clone(), asked_to_stop.clone()));
     let served = async {
-        install_policies()?;
         let distributed = DistributedRuntime::new(runtime.clone(), planes).await?;
         let engine = EngineConfig::Dynamic {
             model: Box::new(model.build().await?),
@@ -118,17 +120,6 @@ async fn serve(
         }
         result => result,
     }
-}
-
-/// Makes the policies that Dynamo ships known by the names that a policy YAML uses.
-fn install_policies() -> anyhow::Result<()> {
-    let mut policies = dynamo_custom_policy_builtin::default_registry();
-    dynamo_custom_policy_builtin::register(&mut policies)?;
-    anyhow::ensure!(
-        install_router_plugin_registry(policies),
-        "the router's policies were installed before"
-    );
-    Ok(())
 }
 
 /// Ends the runtime at the first SIGINT or SIGTERM and the program at the second.

@@ -361,3 +361,42 @@ fn options_without_effect_warn() {
         2
     );
 }
+
+#[cfg(kvdelta_patched)]
+#[test]
+fn a_bad_weight_in_the_policy_yaml_is_refused_with_file_key_and_value() {
+    for (value, named) in [("1.5", None), ("-1", Some("-1")), ("high", Some("high"))] {
+        let file = policy(&format!(
+            "worker_selection:\n  decode: tuned\n  instances:\n    - name: tuned\n      \
+             type: dynamo-default-cost-fn\n      parameters:\n        \
+             decode_overlap_score_weight: {value}\n"
+        ));
+        let path = file.path().display().to_string();
+        let options = options(&[
+            "--router-mode=kv",
+            &format!("--router-policy-config={path}"),
+        ]);
+        match (policies(&options), named) {
+            (Ok(_), None) => (),
+            (Err(Refusal(reason)), Some(value)) => {
+                for part in [path.as_str(), "decode_overlap_score_weight", value] {
+                    assert!(reason.contains(part), "{reason}");
+                }
+            }
+            (result, _) => panic!("{value}: refused is {}", result.is_err()),
+        }
+    }
+}
+
+#[test]
+fn the_decode_overlap_weight_needs_kv_events() {
+    let reason = refused(&[
+        "--router-mode=kv",
+        "--no-router-kv-events",
+        "--router-decode-overlap-score-weight=1",
+    ]);
+    assert!(
+        reason.contains("--router-decode-overlap-score-weight"),
+        "{reason}"
+    );
+}
