@@ -9,6 +9,9 @@ use serde::Serialize;
 use crate::outputs::{Tally, Verdict};
 use crate::workload::Workload;
 
+const NAME_WIDTH: usize = 38;
+const CELL_WIDTH: usize = 20;
+
 /// The whole result.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
@@ -158,7 +161,7 @@ impl Report {
                 title,
                 self.runs.iter().map(|run| run.routing.to_string()),
             );
-            text.push_str(&"-".repeat(78));
+            text.push_str(&"-".repeat(NAME_WIDTH + CELL_WIDTH * self.runs.len()));
             text.push('\n');
             let mut line = |name: &str, cell: &dyn Fn(&Measured) -> String| {
                 row(
@@ -248,9 +251,9 @@ fn capitalized(routing: Routing) -> String {
 }
 
 fn row(text: &mut String, name: &str, cells: impl Iterator<Item = String>) {
-    let _ = write!(text, "{name:<38}");
+    let _ = write!(text, "{name:<NAME_WIDTH$}");
     for cell in cells {
-        let _ = write!(text, "{cell:>20}");
+        let _ = write!(text, "{cell:>CELL_WIDTH$}");
     }
     text.push('\n');
 }
