@@ -3,7 +3,7 @@
 //! The main job: the same requests with the flag off and on, real workers, bytes and outputs.
 
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -34,6 +34,8 @@ const FINISHED: &str = "vllm:request_success_total";
 /// The counters are brought up to date every few seconds.
 const SETTLE: Duration = Duration::from_secs(6);
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
+/// Requests of one run; their prompts are held in memory.
+const MAX_REQUESTS: usize = 20_000;
 /// How long requests may fail after a worker was killed, until the router has dropped it.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(120);
 /// When the worker is killed after requests began to be sent: one of them is on its way.
@@ -85,7 +87,7 @@ pub(crate) struct Options {
     /// Seed of the requests.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// decode_overlap_score_weight of the second run; the first has 0.
+    /// decode_overlap_score_weight of the second run, above 0; the first run has 0.
     #[arg(long, default_value_t = 1.0, value_name = "WEIGHT", value_parser = positive, allow_hyphen_values = true)]
     pub(crate) weight: f64,
     /// Log-probability margin below which two tokens count as tied.
@@ -166,6 +168,13 @@ impl Options {
                  {MAX_TOKENS}: lower --prefix-tokens, --new-tokens, --output-tokens or --turns"
             );
         }
+        let requests = self.shape().requests();
+        if requests > MAX_REQUESTS {
+            bail!(
+                "{requests} requests are more than the {MAX_REQUESTS} that fit into memory: lower \
+                 --prefixes, --requests-per-prefix or --turns"
+            );
+        }
         if self.kill_decode && self.decode < 2 {
             bail!("--kill-decode needs --decode 2 or more, so that requests can go elsewhere");
         }
@@ -175,28 +184,37 @@ impl Options {
 
 /// Runs `cargo xtask demo`.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
-    // Opened first: a path that cannot be written must not cost the result.
-    let mut json: Option<Box<dyn Write>> = match &options.json {
-        Some(path) if path == Path::new("-") => Some(Box::new(std::io::stdout())),
-        Some(path) => {
-            Some(Box::new(File::create(path).with_context(|| {
-                format!("--json: cannot write {}", path.display())
-            })?))
-        }
-        None => None,
+    let to_stdout = options.json.as_deref() == Some(Path::new("-"));
+    // Made first: a path that cannot be written must not cost the result, nor a run that fails an
+    // earlier one.
+    let json = match &options.json {
+        Some(path) if !to_stdout => Some((path, beside(path)?)),
+        _ => None,
     };
     let report = measure(cache, options)?;
-    if options.json.as_deref() != Some(Path::new("-")) {
+    let text = serde_json::to_string_pretty(&report)?;
+    if to_stdout {
+        println!("{text}");
+    } else {
         print!("{}", report.table());
     }
-    if let Some(json) = &mut json {
-        writeln!(json, "{}", serde_json::to_string_pretty(&report)?)?;
+    if let Some((path, mut file)) = json {
+        writeln!(file, "{text}")?;
+        file.persist(path)
+            .with_context(|| format!("--json: cannot write {}", path.display()))?;
     }
     Ok(if report.outputs_are_right() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// A temporary file in the folder of `path`.
+fn beside(path: &Path) -> Result<tempfile::NamedTempFile> {
+    let folder = path.parent().filter(|folder| *folder != Path::new(""));
+    tempfile::NamedTempFile::new_in(folder.unwrap_or(Path::new(".")))
+        .with_context(|| format!("--json: cannot write {}", path.display()))
 }
 
 /// Sets up what is missing and does the main job.
@@ -227,8 +245,9 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
             error = interrupt::asked() => Err(error),
         }
     });
-    say(format!("main job: {:.1} s", began.elapsed().as_secs_f64()));
-    if result.is_err() {
+    if result.is_ok() {
+        say(format!("main job: {:.1} s", began.elapsed().as_secs_f64()));
+    } else {
         say(format!("logs are kept in {}", folder.keep().display()));
     }
     result
@@ -261,8 +280,9 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
 
     let mut runs = Vec::new();
     let mut answers = Vec::new();
-    for routing in options.routings() {
-        let folder = folder.join(routing.to_string().replace(' ', "-"));
+    for (index, routing) in options.routings().into_iter().enumerate() {
+        say(format!("run {}: {routing}", index + 1));
+        let folder = folder.join(format!("run-{}", index + 1));
         let mut fleet = Fleet::start(
             parts,
             &folder,
@@ -363,7 +383,7 @@ async fn workload_run(
 ) -> Result<(Measured, HashMap<usize, Vec<u32>>)> {
     let moved_before = or_zero(&fleet.decode_counters(MOVED_BYTES).await?);
     let finished_before = or_zero(&fleet.decode_counters(FINISHED).await?);
-    let step = Step::begin(format!("{} requests ({workload:?})", requests.len()));
+    let step = Step::begin(format!("{} requests ({workload})", requests.len()));
     let base = fleet.base()?.to_owned();
     let answers = send_all(requests, options.concurrency.into(), |request| {
         client.complete(&base, &request.prompt, options.output_tokens.into())
@@ -457,7 +477,7 @@ async fn settled(
     finished_before: &[f64],
     requests: usize,
 ) -> Result<(Vec<f64>, Vec<f64>)> {
-    let mut step = Step::begin("counters");
+    let mut step = Step::begin("until the workers have counted all bytes");
     let deadline = Instant::now() + SETTLE_TIMEOUT;
     let mut last = Vec::new();
     let mut since = Instant::now();

@@ -689,7 +689,7 @@ fn check_memory_of(workers: usize, available_bytes: u64) -> Result<()> {
     let needed_bytes = workers as u64 * WORKER_BYTES;
     if needed_bytes > available_bytes {
         bail!(
-            "too little memory: {workers} more workers need about {:.1} GiB, available are \
+            "too little memory: {workers} workers need about {:.1} GiB, available are \
              {:.1} GiB; ask for fewer with --prefill and --decode",
             gib(needed_bytes),
             gib(available_bytes)
@@ -787,7 +787,7 @@ mod tests {
     fn too_little_memory_is_said_in_one_line() {
         assert!(check_memory_of(3, 8 << 30).is_ok());
         let error = check_memory_of(5, 8 << 30).unwrap_err().to_string();
-        assert!(error.contains("5 more workers"), "{error}");
+        assert!(error.contains("5 workers"), "{error}");
         assert_eq!(error.lines().count(), 1);
     }
 

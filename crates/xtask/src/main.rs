@@ -38,7 +38,7 @@ use crate::cache::Cache;
   cargo xtask test --fast               format, lints and the tests that need no engine
   cargo xtask test                      everything
 
-Exit codes: 0 done and true, 1 failed or not true, 2 bad option.")]
+Exit codes: 0 done and true, 1 failed or not true, 2 an option that cannot be read.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -40,7 +40,8 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
             bail!("{} exists: name a folder that does not", out.display());
         }
         let parent = out.parent().filter(|parent| *parent != Path::new(""));
-        let scratch = tempfile::tempdir_in(parent.unwrap_or(Path::new(".")))?;
+        let scratch = tempfile::tempdir_in(parent.unwrap_or(Path::new(".")))
+            .with_context(|| format!("--out: cannot make {}", out.display()))?;
         prepare(scratch.path())?;
         fs::rename(scratch.keep(), out)
             .with_context(|| format!("cannot make {}", out.display()))?;

@@ -152,13 +152,9 @@ impl Report {
         for index in 0..workloads {
             let measured: Vec<&Measured> =
                 self.runs.iter().map(|run| &run.workloads[index]).collect();
-            let title = match measured[0].workload {
-                Workload::SharedPrefixes => "shared prefixes",
-                Workload::Conversation => "conversation",
-            };
             row(
                 &mut text,
-                title,
+                &measured[0].workload.to_string(),
                 self.runs.iter().map(|run| run.routing.to_string()),
             );
             text.push_str(&"-".repeat(NAME_WIDTH + CELL_WIDTH * self.runs.len()));
@@ -226,9 +222,9 @@ impl Report {
         }
         let requests = answers / self.runs.len().max(1);
         let mut text = format!(
-            "Outputs: {equal} of {answers} equal to one aggregated worker, {near_ties} differ from a \
-             near tie on (margin below {}), {different} differ otherwise; {} of {requests} equal in \
-             all runs.\n",
+            "Outputs: {equal} of {answers} answers equal those of one aggregated worker, {near_ties} \
+             differ from a near tie on (margin below {}), {different} differ otherwise. {} of \
+             {requests} requests got the same answer in all runs.\n",
             self.epsilon, self.equal_between_runs
         );
         for run in &self.runs {
@@ -360,8 +356,8 @@ pub(crate) mod tests {
             "70%",
             "75% 25%",
             "180 ms",
-            "8 of 8 equal",
-            "4 of 4 equal in all runs",
+            "8 of 8 answers equal",
+            "4 of 4 requests got the same answer",
             "skipped the decode workers' KV events",
         ] {
             assert!(table.contains(part), "no {part:?} in\n{table}");

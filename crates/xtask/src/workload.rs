@@ -7,6 +7,7 @@
 //! one token (`tests/engines/make_model.py`).
 
 use std::collections::HashSet;
+use std::fmt;
 
 /// First token id that is not special in the test model.
 const FIRST_WORD: u32 = 4;
@@ -31,6 +32,11 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
+    /// Requests of both workloads.
+    pub(crate) fn requests(&self) -> usize {
+        self.prefixes * (self.requests_per_prefix + self.turns)
+    }
+
     /// The longest prompt with its answer.
     pub(crate) fn longest_tokens(&self) -> usize {
         let turn_tokens = self.new_tokens + self.output_tokens;
@@ -46,6 +52,15 @@ pub(crate) enum Workload {
     SharedPrefixes,
     /// Each prompt contains the conversation so far, answers included.
     Conversation,
+}
+
+impl fmt::Display for Workload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::SharedPrefixes => "shared prefixes",
+            Self::Conversation => "conversation",
+        })
+    }
 }
 
 /// A request before the answers that its prompt contains are known.

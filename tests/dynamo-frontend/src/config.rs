@@ -287,6 +287,16 @@ pub(crate) fn warnings(options: &Options) -> Vec<String> {
                 .to_owned(),
         );
     }
+    if options.kv.router_policy_config.is_some()
+        && options.router.router_mode != Mode::Kv
+        && !options.kv_switches.load_aware()
+    {
+        warnings.push(
+            "--router-policy-config (DYN_ROUTER_POLICY_CONFIG) has no effect without \
+             --router-mode=kv"
+                .to_owned(),
+        );
+    }
     warnings
 }
 

@@ -44,6 +44,12 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     logging::init();
+    tracing::info!(
+        router_mode = ?options.router.router_mode,
+        decode_overlap_score_weight = ?options.kv.router_decode_overlap_score_weight,
+        router_policy_config = ?options.kv.router_policy_config,
+        "Frontend starts; a weight of None is that of the policy file, else 0"
+    );
     let ignored = unsupported::warnings(|name| std::env::var_os(name));
     for warning in config::warnings(&options).into_iter().chain(ignored) {
         tracing::warn!("{warning}");

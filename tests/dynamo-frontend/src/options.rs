@@ -303,7 +303,8 @@ pub(crate) struct RouterOptions {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "KV router")]
 pub(crate) struct KvOptions {
-    /// YAML with the router's settings, queues and policies; its settings beat the options here.
+    /// YAML with the router's settings, queues and policies; its settings beat the options here
+    /// but for the decode overlap weight.
     #[arg(long, env = "DYN_ROUTER_POLICY_CONFIG")]
     pub(crate) router_policy_config: Option<String>,
     /// Weight of the prefix that a decode worker holds already; 0 is off (patched Dynamo only).

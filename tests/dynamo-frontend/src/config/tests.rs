@@ -360,6 +360,9 @@ fn options_without_effect_warn() {
         warnings(&options(&["--enforce-disagg", "--admission-control=none"])).len(),
         2
     );
+    let file = "--router-policy-config=policy.yaml";
+    assert_eq!(warnings(&options(&[file])).len(), 1);
+    assert!(warnings(&options(&[file, "--router-mode=kv"])).is_empty());
 }
 
 #[cfg(kvdelta_patched)]
