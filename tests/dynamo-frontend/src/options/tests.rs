@@ -4,7 +4,7 @@
 
 use super::*;
 
-/// Written by `tests/python_options.py`: spellings, variable, default, choices.
+/// Written by `tests/engines/python_options.py`: spellings, variable, default, choices.
 const PYTHON: &str = include_str!("../../tests/python-options-1.6.1.tsv");
 
 fn read(args: &[&str]) -> Result<Options, String> {
