@@ -568,7 +568,7 @@ async fn kill_run(
     killing?;
     verdicts.extend(sent?);
     fleet.ready("the router drops the killed worker").await?;
-    let sources_without = fleet.event_sources().await?;
+    let sources_without = fleet.event_sources_until(sources_before - 1).await?;
     fleet.restart_decode(killed)?;
     fleet.ready("the killed worker is back").await?;
     verdicts.extend(send(others, RESTART_REQUESTS).await?);
@@ -582,7 +582,7 @@ async fn kill_run(
         event_sources: [
             sources_before,
             sources_without,
-            fleet.event_sources().await?,
+            fleet.event_sources_until(sources_before).await?,
         ],
         index_was_cleared: !fleet.frontend_log()?.contains(NOT_CLEARED),
         requests_after_restart: grown(&vec![0.0; finished.len()], &finished)[killed],

@@ -39,6 +39,7 @@ const WORKER_BYTES: u64 = 2_200 << 20;
 /// A worker that is not up by then never will be; a cold and busy machine needs minutes.
 const START_TIMEOUT: Duration = Duration::from_secs(900);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
+const EVENT_SOURCES_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(500);
 
 /// What a fleet is made of.
@@ -499,6 +500,19 @@ impl Fleet {
     pub(crate) async fn event_sources(&self) -> Result<usize> {
         let sources = self.client.metric(self.base()?, EVENT_SOURCES).await?;
         Ok(grown(&[0.0], &[sources.unwrap_or(0.0)])[0].try_into()?)
+    }
+
+    /// The event sources once there are `expected` of them, or at last: the frontend learns of
+    /// workers and of their events on two ways.
+    pub(crate) async fn event_sources_until(&self, expected: usize) -> Result<usize> {
+        let deadline = Instant::now() + EVENT_SOURCES_TIMEOUT;
+        loop {
+            let sources = self.event_sources().await?;
+            if sources == expected || Instant::now() > deadline {
+                return Ok(sources);
+            }
+            tokio::time::sleep(POLL).await;
+        }
     }
 
     fn decode_workers(&self) -> impl Iterator<Item = &Worker> {
