@@ -568,7 +568,9 @@ async fn kill_run(
     killing?;
     verdicts.extend(sent?);
     fleet.ready("the router drops the killed worker").await?;
-    let sources_without = fleet.event_sources_until(sources_before - 1).await?;
+    let sources_without = fleet
+        .event_sources_until(sources_before.saturating_sub(1))
+        .await?;
     fleet.restart_decode(killed)?;
     fleet.ready("the killed worker is back").await?;
     verdicts.extend(send(others, RESTART_REQUESTS).await?);
