@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! `kvdelta doctor`: reads a running deployment and says what keeps the flag from helping.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use anyhow::{Result, bail};
+use clap::Args;
+use reqwest::blocking::Client;
+
+use crate::doctor::check::doctor;
+use crate::doctor::discovery::{self, Entry, Wanted};
+use crate::doctor::facts::{Deployment, Frontend};
+use crate::doctor::finding::exit_code;
+use crate::doctor::metrics::{self, Samples};
+use crate::doctor::{etcd, files, http};
+use crate::render;
+
+/// How often a watch says that it still runs.
+const REPEAT: Duration = Duration::from_secs(5);
+
+/// Options of `kvdelta doctor`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  kvdelta doctor                                   discovery by DYN_DISCOVERY_BACKEND, DYN_FILE_KV,
+                                                   ETCD_ENDPOINTS, as Dynamo takes them
+  kvdelta doctor --file-kv /tmp/dynamo --frontend http://10.0.0.1:8000
+  kvdelta doctor --etcd http://10.0.0.2:2379 --watch 30 --json
+
+Exit codes: 0 nothing keeps the flag from helping, 1 problems were found, 2 the deployment, or a
+part of it that decides, could not be read (also: an option that cannot be read). Warnings and notes
+do not change it.")]
+pub(crate) struct Options {
+    /// Read discovery from this folder of Dynamo's file back end.
+    #[arg(long, value_name = "DIR", conflicts_with = "etcd")]
+    file_kv: Option<PathBuf>,
+
+    /// Read discovery from etcd, by its HTTP address; several with commas.
+    #[arg(long, value_name = "URL", value_delimiter = ',')]
+    etcd: Vec<String>,
+
+    /// A frontend; may be given several times.
+    #[arg(
+        long = "frontend",
+        value_name = "URL",
+        default_value = "http://127.0.0.1:8000"
+    )]
+    frontends: Vec<String>,
+
+    /// The system port of a worker that discovery does not show; may be given several times.
+    #[arg(long, value_name = "URL")]
+    metrics: Vec<String>,
+
+    /// Look at this namespace only.
+    #[arg(long)]
+    namespace: Option<String>,
+
+    /// Look at this model only.
+    #[arg(long)]
+    model: Option<String>,
+
+    /// Read the counters twice, so many seconds apart, while requests are served.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    watch: Option<u64>,
+
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command.
+pub(crate) fn run(options: &Options) -> ExitCode {
+    match examine(options) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn examine(options: &Options) -> Result<u8> {
+    let client = http::client()?;
+    let mut deployment = read_discovery(options, &client);
+    read_metrics(options, &client, &mut deployment)?;
+    let findings = doctor(&deployment);
+    if options.json {
+        println!("{}", render::json(&deployment, &findings)?);
+    } else {
+        print!("{}", render::text(&deployment, &findings));
+    }
+    Ok(exit_code(&findings))
+}
+
+/// Where discovery is.
+#[derive(Debug, PartialEq, Eq)]
+enum Store {
+    Files(PathBuf),
+    Etcd(Vec<String>),
+    /// One that cannot be read from outside.
+    Other(String),
+}
+
+impl Store {
+    /// By options, else by the variables that Dynamo reads, with its defaults.
+    fn choose(options: &Options, variable: impl Fn(&str) -> Option<String>) -> Self {
+        if let Some(folder) = &options.file_kv {
+            return Self::Files(folder.clone());
+        }
+        if !options.etcd.is_empty() {
+            return Self::Etcd(options.etcd.clone());
+        }
+        match variable("DYN_DISCOVERY_BACKEND").as_deref() {
+            Some("file") => Self::Files(variable("DYN_FILE_KV").map_or_else(
+                || env::temp_dir().join("dynamo_store_kv"),
+                PathBuf::from,
+            )),
+            None | Some("etcd") => {
+                let endpoints = variable("ETCD_ENDPOINTS")
+                    .unwrap_or_else(|| "http://localhost:2379".to_owned());
+                Self::Etcd(endpoints.split(',').map(str::to_owned).collect())
+            }
+            Some(other) => Self::Other(other.to_owned()),
+        }
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Files(folder) => format!("files {}", folder.display()),
+            Self::Etcd(endpoints) => format!("etcd {}", endpoints.join(",")),
+            Self::Other(backend) => format!("back end {backend}"),
+        }
+    }
+
+    fn read(&self, client: &Client) -> Result<Vec<Entry>> {
+        match self {
+            Self::Files(folder) => files::read(folder, SystemTime::now()),
+            Self::Etcd(endpoints) => {
+                let login = env::var("ETCD_AUTH_USERNAME")
+                    .ok()
+                    .zip(env::var("ETCD_AUTH_PASSWORD").ok())
+                    .map(|(name, password)| etcd::Login { name, password });
+                etcd::read(client, endpoints, login.as_ref())
+            }
+            Self::Other(backend) => bail!(
+                "DYN_DISCOVERY_BACKEND={backend} cannot be read here, only file and etcd"
+            ),
+        }
+    }
+}
+
+fn read_discovery(options: &Options, client: &Client) -> Deployment {
+    let store = Store::choose(options, |name| env::var(name).ok());
+    let wanted = Wanted {
+        namespace: options.namespace.clone(),
+        model: options.model.clone(),
+    };
+    let mut deployment = match store.read(client) {
+        Ok(entries) => discovery::deployment(&entries, &wanted),
+        Err(error) => Deployment {
+            discovery_error: Some(format!("{error:#}")),
+            ..Deployment::default()
+        },
+    };
+    deployment.discovery = store.name();
+    deployment
+}
+
+/// Reads the metrics of frontends and workers, twice with `--watch`, into the deployment.
+fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment) -> Result<()> {
+    let frontends: Vec<String> = options.frontends.iter().map(|url| http::metrics_url(url)).collect();
+    let mut workers: Vec<String> = options.metrics.iter().map(|url| http::metrics_url(url)).collect();
+    for worker in &deployment.workers {
+        let url = worker.system_url.as_deref().map(http::metrics_url);
+        if let Some(url) = url.filter(|url| !workers.contains(url)) {
+            workers.push(url);
+        }
+    }
+    let urls = [frontends.clone(), workers.clone()].concat();
+    let first = scrape(client, &urls);
+    let later = match options.watch {
+        Some(seconds) => {
+            wait(seconds);
+            deployment.watched_seconds = Some(seconds);
+            Some(scrape(client, &urls))
+        }
+        None => None,
+    };
+    let later_of = |url: &String| later.as_ref().and_then(|later| later[url].as_ref().ok());
+    for (url, given) in frontends.iter().zip(&options.frontends) {
+        deployment.frontends.push(Frontend {
+            url: given.clone(),
+            metrics: match &first[url] {
+                Ok(samples) => Ok(metrics::frontend(samples, later_of(url))),
+                Err(error) => Err(error.clone()),
+            },
+        });
+    }
+    for url in &workers {
+        match &first[url] {
+            Ok(samples) => {
+                let ids = samples.worker_ids();
+                let facts = metrics::worker(url, samples, later_of(url));
+                let known = deployment
+                    .workers
+                    .iter_mut()
+                    .filter(|worker| ids.contains(&worker.instance_id));
+                let mut matched = 0;
+                for worker in known {
+                    worker.metrics = Some(facts.clone());
+                    matched += 1;
+                }
+                if matched == 0 && options.metrics.iter().any(|given| &http::metrics_url(given) == url) {
+                    eprintln!("warning: {url} shows no worker that discovery has");
+                }
+            }
+            Err(error) => {
+                for worker in &mut deployment.workers {
+                    if worker.system_url.as_deref().map(http::metrics_url).as_ref() == Some(url) {
+                        worker.metrics_error = Some(error.clone());
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn scrape(client: &Client, urls: &[String]) -> BTreeMap<String, Result<Samples, String>> {
+    let texts = http::texts(client, urls);
+    urls.iter()
+        .cloned()
+        .zip(texts)
+        .map(|(url, text)| {
+            let samples = text.and_then(|text| Samples::parse(&text));
+            (url, samples.map_err(|error| format!("{error:#}")))
+        })
+        .collect()
+}
+
+/// Sleeps, and says on standard error how far it is.
+fn wait(seconds: u64) {
+    let start = Instant::now();
+    let end = Duration::from_secs(seconds);
+    while let Some(left) = end.checked_sub(start.elapsed()) {
+        if left.is_zero() {
+            break;
+        }
+        eprintln!(
+            "watching: {} of {seconds} s",
+            start.elapsed().as_secs()
+        );
+        thread::sleep(left.min(REPEAT));
+    }
+}

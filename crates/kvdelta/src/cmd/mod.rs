@@ -1,0 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! The commands: each parses its options, calls, shows.
+
+pub(crate) mod doctor;

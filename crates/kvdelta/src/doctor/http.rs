@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! HTTP, with short patience.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use reqwest::blocking::Client;
+
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Servers that are asked at the same time.
+const AT_ONCE: usize = 16;
+
+/// A client that takes no proxy from the environment: metrics are near.
+pub(crate) fn client() -> Result<Client> {
+    Client::builder()
+        .timeout(TIMEOUT)
+        .no_proxy()
+        .build()
+        .context("cannot set up HTTP")
+}
+
+/// The text at `url`.
+pub(crate) fn text(client: &Client, url: &str) -> Result<String> {
+    if url.starts_with("https:") {
+        bail!("{url}: https is not spoken here; give an http address, for example of a port-forward");
+    }
+    let response = client.get(url).send().with_context(|| format!("cannot read {url}"))?;
+    let status = response.status();
+    if !status.is_success() {
+        bail!("{url} answers {status}");
+    }
+    response.text().with_context(|| format!("cannot read {url}"))
+}
+
+/// The texts at `urls`, in their order.
+pub(crate) fn texts(client: &Client, urls: &[String]) -> Vec<Result<String>> {
+    let mut texts = Vec::with_capacity(urls.len());
+    for urls in urls.chunks(AT_ONCE) {
+        texts.extend(std::thread::scope(|scope| {
+            let readers: Vec<_> = urls
+                .iter()
+                .map(|url| scope.spawn(|| text(client, url)))
+                .collect();
+            readers
+                .into_iter()
+                .map(|reader| match reader.join() {
+                    Ok(text) => text,
+                    Err(_) => Err(anyhow::anyhow!("a reader of metrics ended early")),
+                })
+                .collect::<Vec<_>>()
+        }));
+    }
+    texts
+}
+
+/// `url` with `/metrics` unless it names a path already.
+pub(crate) fn metrics_url(url: &str) -> String {
+    let base = url.trim_end_matches('/');
+    let base = if base.contains("://") {
+        base.to_owned()
+    } else {
+        format!("http://{base}")
+    };
+    match base.split_once("://") {
+        Some((_, rest)) if rest.contains('/') => base,
+        _ => format!("{base}/metrics"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_base_gets_its_path() {
+        for (given, expected) in [
+            ("http://a:1", "http://a:1/metrics"),
+            ("http://a:1/", "http://a:1/metrics"),
+            ("a:1", "http://a:1/metrics"),
+            ("http://a:1/x/metrics", "http://a:1/x/metrics"),
+        ] {
+            assert_eq!(metrics_url(given), expected);
+        }
+    }
+
+    #[test]
+    fn https_is_refused_in_words() {
+        let error = text(&client().unwrap(), "https://127.0.0.1:1/metrics").unwrap_err();
+        assert!(error.to_string().contains("https is not spoken"), "{error}");
+    }
+}

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Prometheus texts of Dynamo 1.6's frontends and workers, read into facts.
+//!
+//! Names and labels are those of Dynamo 1.6.1 and vLLM 0.31. What a text lacks stays unknown.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Result, bail};
+use prometheus_parse::{Sample, Scrape, Value};
+
+use super::facts::{
+    FrontendCounters, FrontendMetrics, Overlap, Role, TakesEvents, WorkerCounters, WorkerMetrics,
+};
+
+/// The samples of one text.
+#[derive(Debug)]
+pub(crate) struct Samples(Vec<Sample>);
+
+impl Samples {
+    /// Parses a text.
+    ///
+    /// # Errors
+    /// It has no sample, as a page of another kind of server.
+    pub(crate) fn parse(text: &str) -> Result<Self> {
+        let lines = text.lines().map(|line| Ok(line.to_owned()));
+        let samples = Scrape::parse(lines)?.samples;
+        if samples.is_empty() {
+            bail!("no metrics in the answer, which begins {:?}", beginning(text));
+        }
+        Ok(Self(samples))
+    }
+
+    fn named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Sample> {
+        self.0.iter().filter(move |sample| sample.metric == name)
+    }
+
+    /// The sum over the samples with these labels; `None` if there are none.
+    fn sum(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
+        let values: Vec<f64> = self
+            .named(name)
+            .filter(|sample| {
+                labels
+                    .iter()
+                    .all(|(label, value)| sample.labels.get(label) == Some(value))
+            })
+            .filter_map(number)
+            .collect();
+        (!values.is_empty()).then(|| values.iter().sum())
+    }
+
+    /// A sum in which a missing series counts as nothing, if the worker shows `anchor` at all.
+    fn sum_beside(&self, anchor: &str, names: &[&str]) -> Option<f64> {
+        self.named(anchor).next()?;
+        Some(names.iter().filter_map(|name| self.sum(name, &[])).sum())
+    }
+
+    /// Instance ids of the worker that these metrics are of, as Dynamo labels its own series.
+    pub(crate) fn worker_ids(&self) -> BTreeSet<u64> {
+        self.named("dynamo_component_uptime_seconds")
+            .filter_map(|sample| u64::from_str_radix(sample.labels.get("worker_id")?, 16).ok())
+            .collect()
+    }
+}
+
+fn beginning(text: &str) -> String {
+    text.chars().take(40).collect()
+}
+
+fn number(sample: &Sample) -> Option<f64> {
+    match sample.value {
+        Value::Counter(value) | Value::Gauge(value) | Value::Untyped(value) => Some(value),
+        Value::Histogram(_) | Value::Summary(_) => None,
+    }
+}
+
+/// Facts of a worker; `later` is a second reading of the same worker.
+pub(crate) fn worker(url: &str, first: &Samples, later: Option<&Samples>) -> WorkerMetrics {
+    let newest = later.unwrap_or(first);
+    let total = worker_counters(newest);
+    let watched = later.and_then(|_| worker_grown(&worker_counters(first), &total));
+    WorkerMetrics {
+        url: url.to_owned(),
+        prefix_caching: prefix_caching(newest),
+        total,
+        watched,
+    }
+}
+
+/// vLLM's own word; several engines behind one port must all have it on.
+fn prefix_caching(samples: &Samples) -> Option<bool> {
+    let mut all = None;
+    for sample in samples.named("vllm:cache_config_info") {
+        let on = match sample.labels.get("enable_prefix_caching")? {
+            "True" => true,
+            "False" => false,
+            _ => return None,
+        };
+        all = Some(all.unwrap_or(true) && on);
+    }
+    all
+}
+
+fn worker_counters(samples: &Samples) -> WorkerCounters {
+    const EVENTS: &str = "dynamo_component_kv_publisher_zmq_events_total";
+    const DROPPED: &str = "dynamo_component_kv_publisher_engines_dropped_events_total";
+    const REFUSED: &str = "dynamo_component_kv_publisher_zmq_conversion_issues_total";
+    let hits = samples.sum("vllm:prefix_cache_hits_total", &[]);
+    let prompt = samples.sum("vllm:prompt_tokens_total", &[]);
+    WorkerCounters {
+        requests: samples.sum(
+            "dynamo_component_requests_total",
+            &[("dynamo_endpoint", "generate")],
+        ),
+        // The series of a kind of event appears with its first one, that of lost events at start.
+        stored_events: samples
+            .sum(EVENTS, &[("event_type", "stored"), ("stage", "accepted")])
+            .or_else(|| samples.named(DROPPED).next().map(|_| 0.0)),
+        lost_events: samples.sum_beside(DROPPED, &[DROPPED, REFUSED]),
+        new_tokens: prompt.zip(hits).map(|(prompt, hits)| prompt - hits),
+    }
+}
+
+/// `None` if a counter went back: another process answers now.
+fn grown(first: Option<f64>, later: Option<f64>) -> Option<Option<f64>> {
+    match (first, later) {
+        (Some(first), Some(later)) if later < first => None,
+        (first, later) => Some(later.map(|later| later - first.unwrap_or(0.0))),
+    }
+}
+
+fn worker_grown(first: &WorkerCounters, later: &WorkerCounters) -> Option<WorkerCounters> {
+    Some(WorkerCounters {
+        requests: grown(first.requests, later.requests)?,
+        stored_events: grown(first.stored_events, later.stored_events)?,
+        lost_events: grown(first.lost_events, later.lost_events)?,
+        new_tokens: grown(first.new_tokens, later.new_tokens)?,
+    })
+}
+
+/// Facts of a frontend; `later` is a second reading of the same frontend.
+pub(crate) fn frontend(first: &Samples, later: Option<&Samples>) -> FrontendMetrics {
+    let newest = later.unwrap_or(first);
+    let total = frontend_counters(newest);
+    let watched = later.and_then(|_| {
+        let first = frontend_counters(first);
+        Some(FrontendCounters {
+            requests: grown(first.requests, total.requests)?,
+            event_batches: grown(first.event_batches, total.event_batches)?,
+        })
+    });
+    FrontendMetrics {
+        is_dynamo: newest
+            .0
+            .iter()
+            .any(|sample| sample.metric.starts_with("dynamo_")),
+        ready: ready(newest),
+        registered: registered(newest),
+        takes_events: takes_events(newest),
+        zmq_sources: newest.sum(
+            "dynamo_component_router_kv_zmq_ingress_sources",
+            &[("state", "active")],
+        ),
+        refused_events: refused_events(newest),
+        decode_overlap: decode_overlap(newest),
+        total,
+        watched,
+    }
+}
+
+fn frontend_counters(samples: &Samples) -> FrontendCounters {
+    FrontendCounters {
+        requests: samples.sum("dynamo_frontend_requests_total", &[]),
+        event_batches: samples.sum("dynamo_component_router_kv_zmq_ingress_batches_total", &[]),
+    }
+}
+
+fn ready(samples: &Samples) -> BTreeMap<String, bool> {
+    samples
+        .named("dynamo_frontend_model_ready")
+        .filter_map(|sample| {
+            let model = sample.labels.get("model")?;
+            Some((model.to_owned(), number(sample)? > 0.0))
+        })
+        .collect()
+}
+
+fn registered(samples: &Samples) -> BTreeMap<u64, Role> {
+    samples
+        .named("dynamo_component_router_worker_registered")
+        .filter(|sample| number(sample).is_some_and(|value| value > 0.0))
+        .filter_map(|sample| {
+            let id = sample.labels.get("router_worker_id")?.parse().ok()?;
+            Some((id, Role::parse(sample.labels.get("worker_type")?)?))
+        })
+        .collect()
+}
+
+/// A router that subscribes to a pool's KV events keeps this gauge for the pool, on any event
+/// plane; one that does not has no such series.
+fn takes_events(samples: &Samples) -> Vec<TakesEvents> {
+    samples
+        .named("dynamo_component_router_kv_event_source_mismatch_workers")
+        .filter_map(|sample| {
+            Some(TakesEvents {
+                namespace: sample.labels.get("target_namespace")?.to_owned(),
+                model: sample.labels.get("model")?.to_owned(),
+                role: Role::parse(sample.labels.get("worker_type")?)?,
+                missing_workers: number(sample)?,
+            })
+        })
+        .collect()
+}
+
+fn refused_events(samples: &Samples) -> BTreeMap<String, f64> {
+    let mut refused: BTreeMap<String, f64> = BTreeMap::new();
+    for sample in samples.named("dynamo_component_kv_cache_events_applied") {
+        let (Some(status), Some(count)) = (sample.labels.get("status"), number(sample)) else {
+            continue;
+        };
+        // A removal of what is not there does no harm.
+        if status != "ok" && status != "block_not_found" && count > 0.0 {
+            *refused.entry(status.to_owned()).or_default() += count;
+        }
+    }
+    refused
+}
+
+fn decode_overlap(samples: &Samples) -> BTreeMap<String, Overlap> {
+    let mut overlap: BTreeMap<String, Overlap> = BTreeMap::new();
+    for (name, is_best) in [
+        (
+            "dynamo_component_router_kv_best_eligible_cached_prefix_tokens_total",
+            true,
+        ),
+        (
+            "dynamo_component_router_kv_selected_cached_prefix_tokens_total",
+            false,
+        ),
+    ] {
+        for sample in samples.named(name) {
+            if sample.labels.get("phase") != Some("decode") {
+                continue;
+            }
+            let (Some(model), Some(tokens)) = (sample.labels.get("model"), number(sample)) else {
+                continue;
+            };
+            let entry = overlap.entry(model.to_owned()).or_default();
+            if is_best {
+                entry.best_tokens += tokens;
+            } else {
+                entry.chosen_tokens += tokens;
+            }
+        }
+    }
+    overlap
+}

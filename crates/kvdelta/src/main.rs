@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! `kvdelta`: looks at a running Dynamo deployment from outside.
+
+mod cmd;
+mod doctor;
+mod render;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Looks at a running Dynamo deployment from outside; changes nothing.
+#[derive(Debug, Parser)]
+#[command(name = "kvdelta", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Say what keeps `decode_overlap_score_weight` from helping.
+    Doctor(cmd::doctor::Options),
+}
+
+fn main() -> ExitCode {
+    match Cli::parse().command {
+        Command::Doctor(options) => cmd::doctor::run(&options),
+    }
+}

@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Findings as text and as JSON.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use crate::doctor::facts::{Deployment, Pool, Role};
+use crate::doctor::finding::{Finding, Severity, exit_code};
+
+/// Subjects that the text names before it counts the rest.
+const NAMED: usize = 4;
+
+/// Version of the JSON's keys.
+const VERSION: u32 = 1;
+
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    version: u32,
+    exit_code: u8,
+    discovery: &'a str,
+    frontends: Vec<&'a str>,
+    watched_seconds: Option<u64>,
+    pools: Vec<PoolReport<'a>>,
+    problems: usize,
+    unknowns: usize,
+    warnings: usize,
+    notes: usize,
+    findings: &'a [Finding],
+}
+
+#[derive(Debug, Serialize)]
+struct PoolReport<'a> {
+    namespace: &'a str,
+    model: &'a str,
+    prefill_workers: usize,
+    decode_workers: usize,
+    aggregated_workers: usize,
+    /// Of the decode workers; empty if not known.
+    block_size_tokens: Vec<u64>,
+}
+
+impl<'a> PoolReport<'a> {
+    fn new(pool: &Pool<'a>) -> Self {
+        let mut block_size_tokens: Vec<u64> = pool
+            .of(Role::Decode)
+            .filter_map(|worker| worker.block_size_tokens)
+            .collect();
+        block_size_tokens.sort_unstable();
+        block_size_tokens.dedup();
+        Self {
+            namespace: pool.namespace,
+            model: pool.model,
+            prefill_workers: pool.of(Role::Prefill).count(),
+            decode_workers: pool.of(Role::Decode).count(),
+            aggregated_workers: pool.of(Role::Aggregated).count(),
+            block_size_tokens,
+        }
+    }
+}
+
+fn count(findings: &[Finding], severity: Severity) -> usize {
+    findings
+        .iter()
+        .filter(|finding| finding.severity == severity)
+        .count()
+}
+
+/// The report as JSON.
+pub(crate) fn json(deployment: &Deployment, findings: &[Finding]) -> serde_json::Result<String> {
+    serde_json::to_string_pretty(&Report {
+        version: VERSION,
+        exit_code: exit_code(findings),
+        discovery: &deployment.discovery,
+        frontends: deployment
+            .frontends
+            .iter()
+            .map(|frontend| frontend.url.as_str())
+            .collect(),
+        watched_seconds: deployment.watched_seconds,
+        pools: deployment.pools().iter().map(PoolReport::new).collect(),
+        problems: count(findings, Severity::Problem),
+        unknowns: count(findings, Severity::Unknown),
+        warnings: count(findings, Severity::Warning),
+        notes: count(findings, Severity::Note),
+        findings,
+    })
+}
+
+/// The report as text.
+pub(crate) fn text(deployment: &Deployment, findings: &[Finding]) -> String {
+    let mut text = String::new();
+    let mut line = |words: String| {
+        // Writing to a String cannot fail.
+        let _ = writeln!(text, "{words}");
+    };
+    line(format!("discovery  {}", deployment.discovery));
+    for frontend in &deployment.frontends {
+        line(format!("frontend   {}", frontend.url));
+    }
+    for pool in &deployment.pools() {
+        let report = PoolReport::new(pool);
+        let sizes: Vec<String> = report
+            .block_size_tokens
+            .iter()
+            .map(u64::to_string)
+            .collect();
+        let mut workers = format!(
+            "{} prefill, {} decode",
+            report.prefill_workers, report.decode_workers
+        );
+        if report.aggregated_workers > 0 {
+            workers.push_str(&format!(", {} aggregated", report.aggregated_workers));
+        }
+        if !sizes.is_empty() {
+            workers.push_str(&format!("; blocks of {} tokens", sizes.join(" and ")));
+        }
+        line(format!("pool       {}: {workers}", pool.name()));
+    }
+    for finding in findings {
+        let severity = match finding.severity {
+            Severity::Problem => "PROBLEM",
+            Severity::Unknown => "UNKNOWN",
+            Severity::Warning => "WARNING",
+            Severity::Note => "NOTE",
+        };
+        line(String::new());
+        line(format!("{severity} {}", finding.code));
+        line(format!("  about  {}", some_of(&finding.subjects)));
+        line(format!("  seen   {}", finding.seen));
+        line(format!("  where  {}", some_of(&finding.sources)));
+        line(format!("  do     {}", finding.action));
+    }
+    line(String::new());
+    line(format!(
+        "{}, {} unknown, {}, {}: {}",
+        counted(count(findings, Severity::Problem), "problem"),
+        count(findings, Severity::Unknown),
+        counted(count(findings, Severity::Warning), "warning"),
+        counted(count(findings, Severity::Note), "note"),
+        match exit_code(findings) {
+            0 => "nothing was found that keeps the flag from helping",
+            1 => "the flag cannot help as it should",
+            _ => "whether the flag can help is not known",
+        }
+    ));
+    text
+}
+
+fn counted(count: usize, what: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {what}{plural}")
+}
+
+fn some_of(names: &[String]) -> String {
+    let mut unique: Vec<&str> = Vec::new();
+    for name in names {
+        if !unique.contains(&name.as_str()) {
+            unique.push(name);
+        }
+    }
+    let named = unique.iter().take(NAMED).copied().collect::<Vec<_>>();
+    let rest = unique.len() - named.len();
+    let mut text = named.join(", ");
+    if rest > 0 {
+        text.push_str(&format!(" and {rest} more"));
+    }
+    text
+}
