@@ -116,10 +116,10 @@ impl Store {
             return Self::Etcd(options.etcd.clone());
         }
         match variable("DYN_DISCOVERY_BACKEND").as_deref() {
-            Some("file") => Self::Files(variable("DYN_FILE_KV").map_or_else(
-                || env::temp_dir().join("dynamo_store_kv"),
-                PathBuf::from,
-            )),
+            Some("file") => Self::Files(
+                variable("DYN_FILE_KV")
+                    .map_or_else(|| env::temp_dir().join("dynamo_store_kv"), PathBuf::from),
+            ),
             None | Some("etcd") => {
                 let endpoints = variable("ETCD_ENDPOINTS")
                     .unwrap_or_else(|| "http://localhost:2379".to_owned());
@@ -147,9 +147,9 @@ impl Store {
                     .map(|(name, password)| etcd::Login { name, password });
                 etcd::read(client, endpoints, login.as_ref())
             }
-            Self::Other(backend) => bail!(
-                "DYN_DISCOVERY_BACKEND={backend} cannot be read here, only file and etcd"
-            ),
+            Self::Other(backend) => {
+                bail!("DYN_DISCOVERY_BACKEND={backend} cannot be read here, only file and etcd")
+            }
         }
     }
 }
@@ -171,12 +171,24 @@ fn read_discovery(options: &Options, client: &Client) -> Deployment {
     deployment
 }
 
+fn metrics_path(system_url: &str) -> String {
+    format!("{system_url}/metrics")
+}
+
 /// Reads the metrics of frontends and workers, twice with `--watch`, into the deployment.
 fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment) -> Result<()> {
-    let frontends: Vec<String> = options.frontends.iter().map(|url| http::metrics_url(url)).collect();
-    let mut workers: Vec<String> = options.metrics.iter().map(|url| http::metrics_url(url)).collect();
+    let frontends: Vec<String> = options
+        .frontends
+        .iter()
+        .map(|url| http::metrics_url(url))
+        .collect();
+    let mut workers: Vec<String> = options
+        .metrics
+        .iter()
+        .map(|url| http::metrics_url(url))
+        .collect();
     for worker in &deployment.workers {
-        let url = worker.system_url.as_deref().map(http::metrics_url);
+        let url = worker.system_url.as_deref().map(metrics_path);
         if let Some(url) = url.filter(|url| !workers.contains(url)) {
             workers.push(url);
         }
@@ -215,13 +227,18 @@ fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment)
                     worker.metrics = Some(facts.clone());
                     matched += 1;
                 }
-                if matched == 0 && options.metrics.iter().any(|given| &http::metrics_url(given) == url) {
+                if matched == 0
+                    && options
+                        .metrics
+                        .iter()
+                        .any(|given| &http::metrics_url(given) == url)
+                {
                     eprintln!("warning: {url} shows no worker that discovery has");
                 }
             }
             Err(error) => {
                 for worker in &mut deployment.workers {
-                    if worker.system_url.as_deref().map(http::metrics_url).as_ref() == Some(url) {
+                    if worker.system_url.as_deref().map(metrics_path).as_ref() == Some(url) {
                         worker.metrics_error = Some(error.clone());
                     }
                 }
@@ -251,10 +268,7 @@ fn wait(seconds: u64) {
         if left.is_zero() {
             break;
         }
-        eprintln!(
-            "watching: {} of {seconds} s",
-            start.elapsed().as_secs()
-        );
+        eprintln!("watching: {} of {seconds} s", start.elapsed().as_secs());
         thread::sleep(left.min(REPEAT));
     }
 }

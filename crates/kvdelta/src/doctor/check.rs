@@ -410,7 +410,10 @@ fn prefix_caching(worker: &Worker, found: &mut Vec<Finding>) {
         ));
         return;
     };
-    let at = source(&metrics.url, "vllm:cache_config_info{enable_prefix_caching}");
+    let at = source(
+        &metrics.url,
+        "vllm:cache_config_info{enable_prefix_caching}",
+    );
     match metrics.prefix_caching {
         Some(true) => {}
         Some(false) => found.push(Finding::new(
@@ -595,16 +598,17 @@ fn routing(
             Severity::Warning,
             "decode-worker-not-registered",
             worker.name(),
-            format!("it is in discovery, and not with the router of {}", frontend.url),
+            format!(
+                "it is in discovery, and not with the router of {}",
+                frontend.url
+            ),
             source(&frontend.url, registered),
             "wait if it has just started; else compare its card with the others': a frontend \
              refuses one that differs",
         ));
     }
     let taken = metrics.takes_events.iter().find(|taken| {
-        taken.role == Role::Decode
-            && taken.model == pool.model
-            && taken.namespace == pool.namespace
+        taken.role == Role::Decode && taken.model == pool.model && taken.namespace == pool.namespace
     });
     let gauge = source(
         &frontend.url,

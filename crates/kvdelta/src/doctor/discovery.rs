@@ -140,10 +140,9 @@ pub(crate) fn deployment(entries: &[Entry], wanted: &Wanted) -> Deployment {
         match record {
             Record::Model {
                 instance_id,
-                card_json:
-                    Card {
-                        lora: Some(lora), ..
-                    },
+                card_json: Card {
+                    lora: Some(lora), ..
+                },
                 ..
             } => {
                 adapters.entry(instance_id).or_default().insert(lora.name);
@@ -186,13 +185,7 @@ fn is_any_or(wanted: &Option<String>, value: &str) -> bool {
     wanted.as_ref().is_none_or(|wanted| wanted == value)
 }
 
-fn worker(
-    namespace: String,
-    component: String,
-    instance_id: u64,
-    card: Card,
-    key: &str,
-) -> Worker {
+fn worker(namespace: String, component: String, instance_id: u64, card: Card, key: &str) -> Worker {
     let system_url = [&card.model_info, &card.tokenizer]
         .into_iter()
         .flatten()

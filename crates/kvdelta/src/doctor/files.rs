@@ -29,8 +29,8 @@ pub(crate) fn read(root: &Path, now: SystemTime) -> Result<Vec<Entry>> {
         if !folder.exists() {
             continue;
         }
-        let files = fs::read_dir(&folder)
-            .with_context(|| format!("cannot read {}", folder.display()))?;
+        let files =
+            fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))?;
         for file in files {
             let path = file
                 .with_context(|| format!("cannot read {}", folder.display()))?

@@ -23,14 +23,21 @@ pub(crate) fn client() -> Result<Client> {
 /// The text at `url`.
 pub(crate) fn text(client: &Client, url: &str) -> Result<String> {
     if url.starts_with("https:") {
-        bail!("{url}: https is not spoken here; give an http address, for example of a port-forward");
+        bail!(
+            "{url}: https is not spoken here; give an http address, for example of a port-forward"
+        );
     }
-    let response = client.get(url).send().with_context(|| format!("cannot read {url}"))?;
+    let response = client
+        .get(url)
+        .send()
+        .with_context(|| format!("cannot read {url}"))?;
     let status = response.status();
     if !status.is_success() {
         bail!("{url} answers {status}");
     }
-    response.text().with_context(|| format!("cannot read {url}"))
+    response
+        .text()
+        .with_context(|| format!("cannot read {url}"))
 }
 
 /// The texts at `urls`, in their order.

@@ -6,12 +6,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use anyhow::{Result, bail};
-use prometheus_parse::{Sample, Scrape, Value};
+use anyhow::Result;
 
 use super::facts::{
     FrontendCounters, FrontendMetrics, Overlap, Role, TakesEvents, WorkerCounters, WorkerMetrics,
 };
+use super::prometheus::{self, Sample};
 
 /// The samples of one text.
 #[derive(Debug)]
@@ -21,18 +21,13 @@ impl Samples {
     /// Parses a text.
     ///
     /// # Errors
-    /// It has no sample, as a page of another kind of server.
+    /// It has no sample.
     pub(crate) fn parse(text: &str) -> Result<Self> {
-        let lines = text.lines().map(|line| Ok(line.to_owned()));
-        let samples = Scrape::parse(lines)?.samples;
-        if samples.is_empty() {
-            bail!("no metrics in the answer, which begins {:?}", beginning(text));
-        }
-        Ok(Self(samples))
+        Ok(Self(prometheus::parse(text)?))
     }
 
     fn named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Sample> {
-        self.0.iter().filter(move |sample| sample.metric == name)
+        self.0.iter().filter(move |sample| sample.name == name)
     }
 
     /// The sum over the samples with these labels; `None` if there are none.
@@ -42,9 +37,9 @@ impl Samples {
             .filter(|sample| {
                 labels
                     .iter()
-                    .all(|(label, value)| sample.labels.get(label) == Some(value))
+                    .all(|(label, value)| sample.label(label) == Some(value))
             })
-            .filter_map(number)
+            .map(|sample| sample.value)
             .collect();
         (!values.is_empty()).then(|| values.iter().sum())
     }
@@ -58,19 +53,8 @@ impl Samples {
     /// Instance ids of the worker that these metrics are of, as Dynamo labels its own series.
     pub(crate) fn worker_ids(&self) -> BTreeSet<u64> {
         self.named("dynamo_component_uptime_seconds")
-            .filter_map(|sample| u64::from_str_radix(sample.labels.get("worker_id")?, 16).ok())
+            .filter_map(|sample| u64::from_str_radix(sample.label("worker_id")?, 16).ok())
             .collect()
-    }
-}
-
-fn beginning(text: &str) -> String {
-    text.chars().take(40).collect()
-}
-
-fn number(sample: &Sample) -> Option<f64> {
-    match sample.value {
-        Value::Counter(value) | Value::Gauge(value) | Value::Untyped(value) => Some(value),
-        Value::Histogram(_) | Value::Summary(_) => None,
     }
 }
 
@@ -91,7 +75,7 @@ pub(crate) fn worker(url: &str, first: &Samples, later: Option<&Samples>) -> Wor
 fn prefix_caching(samples: &Samples) -> Option<bool> {
     let mut all = None;
     for sample in samples.named("vllm:cache_config_info") {
-        let on = match sample.labels.get("enable_prefix_caching")? {
+        let on = match sample.label("enable_prefix_caching")? {
             "True" => true,
             "False" => false,
             _ => return None,
@@ -153,7 +137,7 @@ pub(crate) fn frontend(first: &Samples, later: Option<&Samples>) -> FrontendMetr
         is_dynamo: newest
             .0
             .iter()
-            .any(|sample| sample.metric.starts_with("dynamo_")),
+            .any(|sample| sample.name.starts_with("dynamo_")),
         ready: ready(newest),
         registered: registered(newest),
         takes_events: takes_events(newest),
@@ -179,8 +163,8 @@ fn ready(samples: &Samples) -> BTreeMap<String, bool> {
     samples
         .named("dynamo_frontend_model_ready")
         .filter_map(|sample| {
-            let model = sample.labels.get("model")?;
-            Some((model.to_owned(), number(sample)? > 0.0))
+            let model = sample.label("model")?;
+            Some((model.to_owned(), sample.value > 0.0))
         })
         .collect()
 }
@@ -188,10 +172,10 @@ fn ready(samples: &Samples) -> BTreeMap<String, bool> {
 fn registered(samples: &Samples) -> BTreeMap<u64, Role> {
     samples
         .named("dynamo_component_router_worker_registered")
-        .filter(|sample| number(sample).is_some_and(|value| value > 0.0))
+        .filter(|sample| sample.value > 0.0)
         .filter_map(|sample| {
-            let id = sample.labels.get("router_worker_id")?.parse().ok()?;
-            Some((id, Role::parse(sample.labels.get("worker_type")?)?))
+            let id = sample.label("router_worker_id")?.parse().ok()?;
+            Some((id, Role::parse(sample.label("worker_type")?)?))
         })
         .collect()
 }
@@ -203,10 +187,10 @@ fn takes_events(samples: &Samples) -> Vec<TakesEvents> {
         .named("dynamo_component_router_kv_event_source_mismatch_workers")
         .filter_map(|sample| {
             Some(TakesEvents {
-                namespace: sample.labels.get("target_namespace")?.to_owned(),
-                model: sample.labels.get("model")?.to_owned(),
-                role: Role::parse(sample.labels.get("worker_type")?)?,
-                missing_workers: number(sample)?,
+                namespace: sample.label("target_namespace")?.to_owned(),
+                model: sample.label("model")?.to_owned(),
+                role: Role::parse(sample.label("worker_type")?)?,
+                missing_workers: sample.value,
             })
         })
         .collect()
@@ -215,12 +199,12 @@ fn takes_events(samples: &Samples) -> Vec<TakesEvents> {
 fn refused_events(samples: &Samples) -> BTreeMap<String, f64> {
     let mut refused: BTreeMap<String, f64> = BTreeMap::new();
     for sample in samples.named("dynamo_component_kv_cache_events_applied") {
-        let (Some(status), Some(count)) = (sample.labels.get("status"), number(sample)) else {
+        let Some(status) = sample.label("status") else {
             continue;
         };
         // A removal of what is not there does no harm.
-        if status != "ok" && status != "block_not_found" && count > 0.0 {
-            *refused.entry(status.to_owned()).or_default() += count;
+        if status != "ok" && status != "block_not_found" && sample.value > 0.0 {
+            *refused.entry(status.to_owned()).or_default() += sample.value;
         }
     }
     refused
@@ -239,17 +223,17 @@ fn decode_overlap(samples: &Samples) -> BTreeMap<String, Overlap> {
         ),
     ] {
         for sample in samples.named(name) {
-            if sample.labels.get("phase") != Some("decode") {
+            if sample.label("phase") != Some("decode") {
                 continue;
             }
-            let (Some(model), Some(tokens)) = (sample.labels.get("model"), number(sample)) else {
+            let Some(model) = sample.label("model") else {
                 continue;
             };
             let entry = overlap.entry(model.to_owned()).or_default();
             if is_best {
-                entry.best_tokens += tokens;
+                entry.best_tokens += sample.value;
             } else {
-                entry.chosen_tokens += tokens;
+                entry.chosen_tokens += sample.value;
             }
         }
     }

@@ -10,3 +10,4 @@ pub(crate) mod files;
 pub(crate) mod finding;
 pub(crate) mod http;
 pub(crate) mod metrics;
+pub(crate) mod prometheus;

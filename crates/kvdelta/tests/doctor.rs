@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! `kvdelta doctor` on recordings of real deployments.
+//!
+//! A server of this test stands in for frontend, workers and etcd, and answers what was recorded
+//! (`fixtures/doctor/README.md`).
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// Answers by path; several are given one after the other, the last for ever.
+type Answers = HashMap<String, Vec<String>>;
+
+/// A server that lives as long as the test process.
+fn serve(answers: impl FnOnce(&str) -> Answers) -> String {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let base = format!("http://{}", listener.local_addr().unwrap());
+    let answers = Arc::new(Mutex::new(answers(&base)));
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let answers = answers.clone();
+            thread::spawn(move || answer(stream, &answers));
+        }
+    });
+    base
+}
+
+/// Answers one request; the key is the path, for a POST followed by the body.
+fn answer(stream: TcpStream, answers: &Mutex<Answers>) -> std::io::Result<()> {
+    let mut reader = BufReader::new(stream);
+    let mut request = String::new();
+    reader.read_line(&mut request)?;
+    let (mut length, mut line) = (0, String::new());
+    while reader.read_line(&mut line)? > 2 {
+        let lower = line.to_lowercase();
+        if let Some(value) = lower.strip_prefix("content-length:") {
+            length = value.trim().parse().unwrap_or(0);
+        }
+        line.clear();
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    let path = request.split(' ').nth(1).unwrap_or_default();
+    let key = format!("{path}{}", String::from_utf8_lossy(&body));
+    let text = answers.lock().unwrap().get_mut(&key).map(|texts| {
+        if texts.len() > 1 {
+            texts.remove(0)
+        } else {
+            texts[0].clone()
+        }
+    });
+    let (status, text) = text.map_or(("404 Not Found", String::new()), |text| ("200 OK", text));
+    write!(
+        reader.get_mut(),
+        "HTTP/1.1 {status}\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{text}",
+        text.len()
+    )
+}
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/doctor")
+}
+
+/// A recorded deployment, served again.
+struct Recorded {
+    discovery: TempDir,
+    base: String,
+}
+
+impl Recorded {
+    fn new(name: &str) -> Self {
+        let folder = fixtures().join(name);
+        let base = serve(|_| {
+            let mut answers = Answers::new();
+            for server in ["frontend", "worker-0", "worker-1", "worker-2"] {
+                let texts: Vec<String> = ["a", "b"]
+                    .iter()
+                    .filter_map(|time| {
+                        fs::read_to_string(folder.join(format!("{server}-{time}.txt"))).ok()
+                    })
+                    .collect();
+                if !texts.is_empty() {
+                    answers.insert(format!("/{server}/metrics"), texts);
+                }
+            }
+            answers
+        });
+        let discovery = tempfile::tempdir().unwrap();
+        copy(&folder.join("discovery"), discovery.path(), &base);
+        Self { discovery, base }
+    }
+
+    fn frontend(&self) -> String {
+        format!("{}/frontend/metrics", self.base)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Output {
+        let folder = self.discovery.path().to_str().unwrap();
+        let frontend = self.frontend();
+        doctor(&[&["--file-kv", folder, "--frontend", &frontend], arguments].concat())
+    }
+
+    /// The exit code, and the codes of the findings with their severity.
+    fn findings(&self, arguments: &[&str]) -> (i32, Vec<(String, String)>) {
+        let output = self.command(&[arguments, &["--json"]].concat());
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let code = output.status.code().unwrap();
+        assert_eq!(report["exit_code"], code);
+        (code, codes(&report))
+    }
+}
+
+/// Copies records; system ports become paths of the server that stands in for the workers.
+fn copy(from: &Path, to: &Path, base: &str) {
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let target = to.join(path.file_name().unwrap());
+        if path.is_dir() {
+            fs::create_dir_all(&target).unwrap();
+            copy(&path, &target, base);
+        } else {
+            let mut text = fs::read_to_string(&path).unwrap();
+            for worker in 0..3 {
+                let port = format!("http://192.0.2.2:1808{worker}");
+                text = text.replace(&port, &format!("{base}/worker-{worker}"));
+            }
+            fs::write(target, text).unwrap();
+        }
+    }
+}
+
+fn doctor(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvdelta"));
+    for name in [
+        "DYN_DISCOVERY_BACKEND",
+        "DYN_FILE_KV",
+        "ETCD_ENDPOINTS",
+        "ETCD_AUTH_USERNAME",
+        "ETCD_AUTH_PASSWORD",
+    ] {
+        command.env_remove(name);
+    }
+    command.arg("doctor").args(arguments).output().unwrap()
+}
+
+fn codes(report: &Value) -> Vec<(String, String)> {
+    let findings = report["findings"].as_array().unwrap();
+    findings
+        .iter()
+        .map(|finding| {
+            let text = |key: &str| finding[key].as_str().unwrap().to_owned();
+            (text("severity"), text("code"))
+        })
+        .collect()
+}
+
+fn expected(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
+    pairs
+        .iter()
+        .map(|(severity, code)| ((*severity).to_owned(), (*code).to_owned()))
+        .collect()
+}
+
+const TAKEN: (&str, &str) = ("note", "decode-events-taken");
+
+#[test]
+fn recorded_weight_1_is_healthy() {
+    let recorded = Recorded::new("weight-1");
+    assert_eq!(recorded.findings(&[]), (0, expected(&[TAKEN])));
+    let watching = Recorded::new("weight-1");
+    assert_eq!(
+        watching.findings(&["--watch", "1"]),
+        (0, expected(&[TAKEN]))
+    );
+}
+
+#[test]
+fn recorded_weight_0_is_a_problem() {
+    let recorded = Recorded::new("weight-0");
+    let (code, findings) = recorded.findings(&[]);
+    assert_eq!(code, 1);
+    assert_eq!(
+        findings,
+        expected(&[("problem", "decode-events-not-taken")])
+    );
+}
+
+#[test]
+fn recorded_events_off_are_found_on_both_sides() {
+    let recorded = Recorded::new("decode-events-off");
+    let (code, findings) = recorded.findings(&["--watch", "1"]);
+    assert_eq!(code, 1);
+    assert_eq!(
+        findings,
+        expected(&[
+            ("problem", "decode-events-off"),
+            ("problem", "events-not-received")
+        ])
+    );
+}
+
+#[test]
+fn recorded_prefix_caching_off_is_found_with_the_events_that_it_ends() {
+    let recorded = Recorded::new("prefix-caching-off");
+    let (code, findings) = recorded.findings(&[]);
+    assert_eq!(code, 1);
+    for problem in ["prefix-caching-off", "decode-events-off"] {
+        let wanted = ("problem".to_owned(), problem.to_owned());
+        assert!(findings.contains(&wanted), "{findings:?}");
+    }
+}
+
+#[test]
+fn the_text_names_worker_place_and_setting() {
+    let recorded = Recorded::new("decode-events-off");
+    let output = recorded.command(&[]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    for part in [
+        "PROBLEM decode-events-off",
+        "decode worker dynamo/backend/c9d7771312bd45a8",
+        "kv_event_publishing_enabled",
+        "--kv-events-config",
+        "pool       dynamo/kvdelta-test: 1 prefill, 2 decode; blocks of 32 tokens",
+    ] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+}
+
+#[test]
+fn a_stopped_frontend_is_unknown_and_not_healthy() {
+    let recorded = Recorded::new("weight-1");
+    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let url = format!("http://{}", port.local_addr().unwrap());
+    drop(port);
+    let folder = recorded.discovery.path().to_str().unwrap();
+    let output = doctor(&["--file-kv", folder, "--frontend", &url, "--json"]);
+    assert_eq!(output.status.code(), Some(2));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        codes(&report),
+        expected(&[("unknown", "frontend-unreadable")])
+    );
+    let seen = report["findings"][0]["seen"].as_str().unwrap();
+    assert!(seen.contains("Connection refused"), "{seen}");
+}
+
+#[test]
+fn an_unreachable_worker_is_unknown() {
+    let recorded = Recorded::new("weight-1");
+    let card = recorded
+        .discovery
+        .path()
+        .join("v1/mdc/dynamo%2Fbackend%2Fgenerate%2F49556db2ea0565f4");
+    let text = fs::read_to_string(&card).unwrap();
+    fs::write(&card, text.replace("/worker-1/", "/nobody/")).unwrap();
+    let (code, findings) = recorded.findings(&[]);
+    assert_eq!(code, 2);
+    assert_eq!(
+        findings,
+        expected(&[("unknown", "worker-unreadable"), TAKEN])
+    );
+    // The address by option does as well as that of discovery.
+    let address = format!("{}/worker-1/metrics", recorded.base);
+    let (code, findings) = recorded.findings(&["--metrics", &address]);
+    assert_eq!((code, findings), (0, expected(&[TAKEN])));
+}
+
+#[test]
+fn broken_and_unknown_records_are_told_apart() {
+    let recorded = Recorded::new("weight-1");
+    let cards = recorded.discovery.path().join("v1/mdc");
+    fs::write(cards.join("broken"), "{\"type\":\"Model\",").unwrap();
+    fs::write(cards.join(".tmp_1"), "half").unwrap();
+    fs::write(cards.join("future"), "{\"type\":\"Tomorrow\",\"a\":1}").unwrap();
+    let card = cards.join("dynamo%2Fbackend%2Fgenerate%2F49556db2ea0565f4");
+    let mut value: Value = serde_json::from_slice(&fs::read(&card).unwrap()).unwrap();
+    value["card_json"]["from_the_future"] = json!({"a": 1});
+    value["card_json"]["runtime_config"]["also"] = json!([1]);
+    fs::write(&card, value.to_string()).unwrap();
+    let (code, findings) = recorded.findings(&[]);
+    assert_eq!(code, 0);
+    assert_eq!(findings, expected(&[("warning", "entry-broken"), TAKEN]));
+}
+
+#[test]
+fn old_records_are_of_workers_that_are_gone() {
+    let recorded = Recorded::new("weight-1");
+    let card = recorded
+        .discovery
+        .path()
+        .join("v1/mdc/dynamo%2Fbackend%2Fgenerate%2F49556db2ea0565f4");
+    let minute_ago = std::time::SystemTime::now() - std::time::Duration::from_secs(60);
+    fs::File::options()
+        .append(true)
+        .open(&card)
+        .unwrap()
+        .set_modified(minute_ago)
+        .unwrap();
+    let (code, findings) = recorded.findings(&[]);
+    assert_eq!(code, 1);
+    assert_eq!(
+        findings,
+        expected(&[
+            ("problem", "one-decode-worker"),
+            ("warning", "entry-stale"),
+            TAKEN
+        ])
+    );
+}
+
+#[test]
+fn an_empty_folder_and_none_are_not_healthy() {
+    let recorded = Recorded::new("weight-1");
+    let empty = tempfile::tempdir().unwrap();
+    let frontend = recorded.frontend();
+    for (folder, code) in [
+        (empty.path().to_owned(), "no-model"),
+        (empty.path().join("none"), "discovery-unreadable"),
+    ] {
+        let folder = folder.to_str().unwrap();
+        let output = doctor(&["--file-kv", folder, "--frontend", &frontend, "--json"]);
+        assert_eq!(output.status.code(), Some(2));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(codes(&report), expected(&[("unknown", code)]));
+    }
+}
+
+#[test]
+fn a_namespace_without_models_names_those_that_are() {
+    let recorded = Recorded::new("weight-1");
+    let output = recorded.command(&["--namespace", "other"]);
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("there are dynamo/kvdelta-test"), "{text}");
+}
+
+#[test]
+fn json_has_these_keys() {
+    let recorded = Recorded::new("weight-0");
+    let output = recorded.command(&["--json"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let keys =
+        |value: &Value| -> Vec<String> { value.as_object().unwrap().keys().cloned().collect() };
+    assert_eq!(
+        keys(&report),
+        [
+            "discovery",
+            "exit_code",
+            "findings",
+            "frontends",
+            "notes",
+            "pools",
+            "problems",
+            "unknowns",
+            "version",
+            "warnings",
+            "watched_seconds"
+        ]
+    );
+    assert_eq!(
+        keys(&report["findings"][0]),
+        ["action", "code", "seen", "severity", "sources", "subjects"]
+    );
+    assert_eq!(
+        keys(&report["pools"][0]),
+        [
+            "aggregated_workers",
+            "block_size_tokens",
+            "decode_workers",
+            "model",
+            "namespace",
+            "prefill_workers"
+        ]
+    );
+}
+
+#[test]
+fn a_page_that_is_no_metrics_is_said() {
+    let recorded = Recorded::new("weight-1");
+    let page = serve(|_| {
+        Answers::from([(
+            "/metrics".to_owned(),
+            vec!["<html><p>hello</p></html>".to_owned()],
+        )])
+    });
+    let folder = recorded.discovery.path().to_str().unwrap();
+    let output = doctor(&["--file-kv", folder, "--frontend", &page]);
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("no metrics in the answer"), "{text}");
+}
+
+#[test]
+fn a_back_end_that_cannot_be_read_is_named() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvdelta"));
+    let output = command
+        .arg("doctor")
+        .args(["--frontend", "http://127.0.0.1:9"])
+        .env("DYN_DISCOVERY_BACKEND", "kubernetes")
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("DYN_DISCOVERY_BACKEND=kubernetes"), "{text}");
+}
