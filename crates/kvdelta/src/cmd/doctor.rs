@@ -87,7 +87,7 @@ pub(crate) fn run(options: &Options) -> ExitCode {
 fn examine(options: &Options) -> Result<u8> {
     let client = http::client()?;
     let mut deployment = read_discovery(options, &client);
-    read_metrics(options, &client, &mut deployment)?;
+    read_metrics(options, &client, &mut deployment);
     let findings = doctor(&deployment);
     if options.json {
         println!("{}", render::json(&deployment, &findings)?);
@@ -176,7 +176,7 @@ fn metrics_path(system_url: &str) -> String {
 }
 
 /// Reads the metrics of frontends and workers, twice with `--watch`, into the deployment.
-fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment) -> Result<()> {
+fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment) {
     let frontends: Vec<String> = options
         .frontends
         .iter()
@@ -195,45 +195,32 @@ fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment)
     }
     let urls = [frontends.clone(), workers.clone()].concat();
     let first = scrape(client, &urls);
-    let later = match options.watch {
-        Some(seconds) => {
-            wait(seconds);
-            deployment.watched_seconds = Some(seconds);
-            Some(scrape(client, &urls))
-        }
-        None => None,
-    };
-    let later_of = |url: &String| later.as_ref().and_then(|later| later[url].as_ref().ok());
+    let later = options.watch.map(|seconds| {
+        wait(seconds);
+        deployment.watched_seconds = Some(seconds);
+        scrape(client, &urls)
+    });
     for (url, given) in frontends.iter().zip(&options.frontends) {
         deployment.frontends.push(Frontend {
             url: given.clone(),
-            metrics: match &first[url] {
-                Ok(samples) => Ok(metrics::frontend(samples, later_of(url))),
-                Err(error) => Err(error.clone()),
-            },
+            metrics: both(&first, later.as_ref(), url)
+                .map(|(first, later)| metrics::frontend(first, later)),
         });
     }
     for url in &workers {
-        match &first[url] {
-            Ok(samples) => {
-                let ids = samples.worker_ids();
-                let facts = metrics::worker(url, samples, later_of(url));
-                let known = deployment
+        match both(&first, later.as_ref(), url) {
+            Ok((first, later)) => {
+                let ids = first.worker_ids();
+                let mut workers = deployment
                     .workers
                     .iter_mut()
-                    .filter(|worker| ids.contains(&worker.instance_id));
-                let mut matched = 0;
-                for worker in known {
-                    worker.metrics = Some(facts.clone());
-                    matched += 1;
+                    .filter(|worker| ids.contains(&worker.instance_id))
+                    .peekable();
+                if workers.peek().is_none() {
+                    eprintln!("warning: {url} shows no worker that discovery has here");
                 }
-                if matched == 0
-                    && options
-                        .metrics
-                        .iter()
-                        .any(|given| &http::metrics_url(given) == url)
-                {
-                    eprintln!("warning: {url} shows no worker that discovery has");
+                for worker in workers {
+                    worker.metrics = Some(metrics::worker(url, first, later));
                 }
             }
             Err(error) => {
@@ -245,10 +232,25 @@ fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment)
             }
         }
     }
-    Ok(())
 }
 
-fn scrape(client: &Client, urls: &[String]) -> BTreeMap<String, Result<Samples, String>> {
+type Scrapes = BTreeMap<String, Result<Samples, String>>;
+
+/// The readings of one server; the second must have succeeded too, if there was one.
+fn both<'a>(
+    first: &'a Scrapes,
+    later: Option<&'a Scrapes>,
+    url: &str,
+) -> Result<(&'a Samples, Option<&'a Samples>), String> {
+    let of = |scrapes: &'a Scrapes| match scrapes.get(url) {
+        Some(Ok(samples)) => Ok(samples),
+        Some(Err(error)) => Err(error.clone()),
+        None => Err(format!("{url} was not read")),
+    };
+    Ok((of(first)?, later.map(of).transpose()?))
+}
+
+fn scrape(client: &Client, urls: &[String]) -> Scrapes {
     let texts = http::texts(client, urls);
     urls.iter()
         .cloned()

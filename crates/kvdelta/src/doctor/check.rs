@@ -387,7 +387,7 @@ fn events(deployment: &Deployment, worker: &Worker, found: &mut Vec<Finding>) {
             "it keeps no index of its own, so a frontend that starts later or misses events never \
              learns of the blocks cached before",
             source(&worker.card, "enable_local_indexer"),
-            "start it without --no-enable-local-indexer (DYN_LOCAL_INDEXER)",
+            "leave enable_local_indexer of the worker's runtime configuration on",
         ));
     }
 }
@@ -493,7 +493,8 @@ fn event_flow(deployment: &Deployment, worker: &Worker, found: &mut Vec<Finding>
 fn must_have_stored(worker: &Worker, counters: &WorkerCounters) -> Option<(f64, f64)> {
     let (requests, tokens) = (counters.requests?, counters.new_tokens?);
     let block = worker.block_size_tokens? as f64;
-    (requests > 0.0 && tokens >= requests * block).then_some((requests, tokens))
+    // The events of a request that has just come may be on their way.
+    (requests > 1.0 && tokens >= requests * block).then_some((requests, tokens))
 }
 
 fn block_sizes(pool: &Pool<'_>, found: &mut Vec<Finding>) {
@@ -545,6 +546,16 @@ fn block_sizes(pool: &Pool<'_>, found: &mut Vec<Finding>) {
     }
 }
 
+/// Whether a frontend knows the pool, by its model, or by its workers where another prefix
+/// (`DYN_METRICS_PREFIX`) hides the models.
+fn serves(pool: &Pool<'_>, metrics: &FrontendMetrics) -> bool {
+    metrics.ready.contains_key(pool.model)
+        || pool
+            .workers
+            .iter()
+            .any(|worker| metrics.registered.contains_key(&worker.instance_id))
+}
+
 /// What one frontend does with one pool.
 fn routing(
     pool: &Pool<'_>,
@@ -552,11 +563,11 @@ fn routing(
     metrics: &FrontendMetrics,
     found: &mut Vec<Finding>,
 ) {
-    let Some(ready) = metrics.ready.get(pool.model) else {
+    if !serves(pool, metrics) {
         return;
-    };
+    }
     let subject = format!("frontend {} for {}", frontend.url, pool.name());
-    if !ready {
+    if metrics.ready.get(pool.model) == Some(&false) {
         found.push(Finding::new(
             Severity::Warning,
             "model-not-ready",
@@ -690,8 +701,7 @@ fn served(deployment: &Deployment, pool: &Pool<'_>, found: &mut Vec<Finding>) {
         .filter_map(|frontend| frontend.metrics.as_ref().ok())
         .filter(|metrics| metrics.is_dynamo)
         .collect();
-    let serves = |metrics: &&FrontendMetrics| metrics.ready.contains_key(pool.model);
-    if !readable.is_empty() && !readable.iter().any(serves) {
+    if !readable.is_empty() && !readable.iter().any(|metrics| serves(pool, metrics)) {
         found.push(Finding::new(
             Severity::Unknown,
             "no-frontend-serves",

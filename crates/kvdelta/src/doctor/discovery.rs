@@ -35,7 +35,7 @@ enum Record {
         namespace: String,
         component: String,
         instance_id: u64,
-        card_json: Card,
+        card_json: Box<Card>,
     },
     EventSource {
         topic: String,
@@ -139,21 +139,16 @@ pub(crate) fn deployment(entries: &[Entry], wanted: &Wanted) -> Deployment {
         };
         match record {
             Record::Model {
-                instance_id,
-                card_json: Card {
-                    lora: Some(lora), ..
-                },
-                ..
-            } => {
-                adapters.entry(instance_id).or_default().insert(lora.name);
-            }
-            Record::Model {
                 namespace,
                 component,
                 instance_id,
-                card_json,
+                card_json: card,
             } => {
-                let worker = worker(namespace, component, instance_id, card_json, &entry.key);
+                if let Some(lora) = card.lora {
+                    adapters.entry(instance_id).or_default().insert(lora.name);
+                    continue;
+                }
+                let worker = worker(namespace, component, instance_id, *card, &entry.key);
                 let is_wanted = is_any_or(&wanted.namespace, &worker.namespace)
                     && is_any_or(&wanted.model, &worker.model);
                 if is_wanted {

@@ -166,8 +166,22 @@ const CASES: &[Case] = &[
         "a frontend of other models",
         |it| {
             metrics(it).ready = BTreeMap::from([("other".to_owned(), true)]);
+            metrics(it).registered.clear();
         },
         &[(Unknown, "no-frontend-serves")],
+    ),
+    (
+        "a frontend whose own metrics have another prefix",
+        |it| metrics(it).ready.clear(),
+        &[TAKEN],
+    ),
+    (
+        "one request whose events may be on their way",
+        |it| {
+            of_worker(it, 1).total.requests = Some(1.0);
+            of_worker(it, 1).total.stored_events = Some(0.0);
+        },
+        &[TAKEN],
     ),
     (
         "a model that is not ready",
@@ -462,12 +476,11 @@ const CASES: &[Case] = &[
             let mut second = worker(Role::Decode, 3);
             second.model = "other".to_owned();
             it.workers.extend([other, prefill, second]);
+            let mut taken = metrics(it).takes_events[1].clone();
+            taken.model = "other".to_owned();
+            metrics(it).takes_events.push(taken);
         },
-        &[
-            (Unknown, "no-frontend-serves"),
-            (Warning, "several-models"),
-            TAKEN,
-        ],
+        &[(Warning, "several-models"), TAKEN],
     ),
     (
         "adapters",
