@@ -14,6 +14,8 @@ use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
@@ -397,6 +399,99 @@ fn a_page_that_is_no_metrics_is_said() {
     assert_eq!(output.status.code(), Some(2));
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("no metrics in the answer"), "{text}");
+}
+
+/// The key of a record, from the name of its file.
+fn unescaped(name: &str) -> String {
+    let mut parts = name.split('%');
+    let mut key = parts.next().unwrap().to_owned();
+    for part in parts {
+        key.push(u8::from_str_radix(&part[..2], 16).unwrap().into());
+        key.push_str(&part[2..]);
+    }
+    key
+}
+
+/// What etcd 3.4 answers for one bucket: recorded in form, filled with the records of a folder.
+fn etcd_range(discovery: &Path, bucket: &str) -> (String, String) {
+    let key = STANDARD.encode(format!("{bucket}/"));
+    let range_end = STANDARD.encode(format!("{bucket}0"));
+    let pairs: Vec<Value> = fs::read_dir(discovery.join(bucket))
+        .unwrap()
+        .map(|file| {
+            let path = file.unwrap().path();
+            let name = unescaped(path.file_name().unwrap().to_str().unwrap());
+            json!({
+                "key": STANDARD.encode(format!("{bucket}/{name}")),
+                "create_revision": "9", "mod_revision": "9", "version": "1",
+                "value": STANDARD.encode(fs::read(&path).unwrap()),
+            })
+        })
+        .collect();
+    let header = json!({"cluster_id": "1", "member_id": "2", "revision": "10", "raft_term": "2"});
+    let answer = if pairs.is_empty() {
+        json!({ "header": header })
+    } else {
+        json!({"header": header, "count": pairs.len().to_string(), "kvs": pairs})
+    };
+    let request = json!({ "key": key, "range_end": range_end });
+    (format!("/v3/kv/range{request}"), answer.to_string())
+}
+
+const BUCKETS: [&str; 3] = ["v1/mdc", "v1/event_sources", "v1/event_channels"];
+
+#[test]
+fn etcd_as_a_stand_in_plays_it_holds_the_same_deployment() {
+    let recorded = Recorded::new("weight-1");
+    let discovery = recorded.discovery.path().to_owned();
+    let etcd = serve(|_| {
+        BUCKETS
+            .iter()
+            .map(|bucket| etcd_range(&discovery, bucket))
+            .map(|(request, answer)| (request, vec![answer]))
+            .collect()
+    });
+    // The first member does not answer.
+    let members = format!("http://127.0.0.1:9,{etcd}");
+    let output = doctor(&[
+        "--etcd",
+        &members,
+        "--frontend",
+        &recorded.frontend(),
+        "--json",
+    ]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(codes(&report), expected(&[TAKEN]));
+    assert_eq!(report["pools"][0]["decode_workers"], 2);
+    assert_eq!(output.status.code(), Some(0));
+}
+
+#[test]
+fn etcd_that_is_empty_away_or_another_server_is_not_healthy() {
+    let empty = tempfile::tempdir().unwrap();
+    for bucket in BUCKETS {
+        fs::create_dir_all(empty.path().join(bucket)).unwrap();
+    }
+    let empty = serve(|_| {
+        BUCKETS
+            .iter()
+            .map(|bucket| etcd_range(empty.path(), bucket))
+            .map(|(request, answer)| (request, vec![answer]))
+            .collect()
+    });
+    let other = serve(|_| Answers::new());
+    let recorded = Recorded::new("weight-1");
+    for (etcd, code) in [
+        (empty.as_str(), "no-model"),
+        (&other, "discovery-unreadable"),
+        ("http://127.0.0.1:9", "discovery-unreadable"),
+        ("https://127.0.0.1:9", "discovery-unreadable"),
+    ] {
+        let output = doctor(&["--etcd", etcd, "--frontend", &recorded.frontend(), "--json"]);
+        assert_eq!(output.status.code(), Some(2), "{etcd}");
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(codes(&report), expected(&[("unknown", code)]), "{etcd}");
+    }
 }
 
 #[test]

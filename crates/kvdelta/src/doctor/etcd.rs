@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use super::discovery::{BUCKETS, Entry};
+use super::http;
 
 /// User and password, as Dynamo takes them from `ETCD_AUTH_USERNAME` and `ETCD_AUTH_PASSWORD`.
 #[derive(Clone)]
@@ -108,15 +109,6 @@ fn read_one(client: &Client, endpoint: &str, login: Option<&Login>) -> Result<Ve
 }
 
 fn answer<T: for<'de> Deserialize<'de>>(request: RequestBuilder, url: &str) -> Result<T> {
-    let response = request
-        .send()
-        .with_context(|| format!("cannot read {url}"))?;
-    let status = response.status();
-    let text = response
-        .text()
-        .with_context(|| format!("cannot read {url}"))?;
-    if !status.is_success() {
-        bail!("{url} answers {status}: {}", text.trim());
-    }
+    let text = http::answer(request).with_context(|| format!("cannot read {url}"))?;
     serde_json::from_str(&text).with_context(|| format!("{url} does not answer as etcd does"))
 }

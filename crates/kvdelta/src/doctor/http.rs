@@ -4,8 +4,8 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
-use reqwest::blocking::Client;
+use anyhow::{Context, Result, anyhow, bail};
+use reqwest::blocking::{Client, RequestBuilder};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Servers that are asked at the same time.
@@ -21,23 +21,31 @@ pub(crate) fn client() -> Result<Client> {
 }
 
 /// The text at `url`.
+///
+/// # Errors
+/// In few words, without the URL: who asks names it.
 pub(crate) fn text(client: &Client, url: &str) -> Result<String> {
     if url.starts_with("https:") {
-        bail!(
-            "{url}: https is not spoken here; give an http address, for example of a port-forward"
-        );
+        bail!("https is not spoken here; give an http address, for example of a port-forward");
     }
-    let response = client
-        .get(url)
-        .send()
-        .with_context(|| format!("cannot read {url}"))?;
+    answer(client.get(url))
+}
+
+/// The text that a request is answered with.
+pub(crate) fn answer(request: RequestBuilder) -> Result<String> {
+    let response = request.send().map_err(root)?;
     let status = response.status();
+    let text = response.text().map_err(root)?;
     if !status.is_success() {
-        bail!("{url} answers {status}");
+        bail!("the answer is {status} {}", text.trim());
     }
-    response
-        .text()
-        .with_context(|| format!("cannot read {url}"))
+    Ok(text)
+}
+
+/// The last cause alone: those above it repeat the URL.
+fn root(error: reqwest::Error) -> anyhow::Error {
+    let error = anyhow::Error::from(error);
+    anyhow!("{}", error.root_cause())
 }
 
 /// The texts at `urls`, in their order.
@@ -53,7 +61,7 @@ pub(crate) fn texts(client: &Client, urls: &[String]) -> Vec<Result<String>> {
                 .into_iter()
                 .map(|reader| match reader.join() {
                     Ok(text) => text,
-                    Err(_) => Err(anyhow::anyhow!("a reader of metrics ended early")),
+                    Err(_) => Err(anyhow!("a reader of metrics ended early")),
                 })
                 .collect::<Vec<_>>()
         }));
