@@ -204,9 +204,42 @@ fn shape(pool: &Pool<'_>, found: &mut Vec<Finding>) {
             "run a worker of Dynamo 1.6; older ones do not say what they do",
         ));
     }
+    cards_differ(pool, found);
     domains(pool, found);
     adapters(pool, found);
     versions(pool, found);
+}
+
+fn cards_differ(pool: &Pool<'_>, found: &mut Vec<Finding>) {
+    let workers: Vec<&Worker> = pool.of(Role::Decode).collect();
+    let fields: BTreeSet<&str> = workers
+        .iter()
+        .flat_map(|worker| worker.compared.keys().map(String::as_str))
+        .collect();
+    let differ: Vec<&str> = fields
+        .into_iter()
+        .filter(|field| {
+            let values: BTreeSet<_> = workers
+                .iter()
+                .map(|worker| worker.compared.get(*field))
+                .collect();
+            values.len() > 1
+        })
+        .collect();
+    if !differ.is_empty() {
+        found.push(Finding::new(
+            Severity::Warning,
+            "cards-differ",
+            pool.name(),
+            format!(
+                "the cards of its decode workers differ in {}",
+                differ.join(", ")
+            ),
+            &workers[0].card,
+            "make them the same: a frontend sends nothing to a worker whose card is not like that \
+             of the first (its log: \"Rejected incompatible workers\")",
+        ));
+    }
 }
 
 fn domains(pool: &Pool<'_>, found: &mut Vec<Finding>) {
@@ -516,7 +549,8 @@ fn block_sizes(pool: &Pool<'_>, found: &mut Vec<Finding>) {
             pool.name(),
             format!("decode workers have blocks of {} tokens", list(&decode)),
             at,
-            "give all decode workers the same --block-size; a frontend takes those of one size only",
+            "give all decode workers the same --block-size: a frontend sends nothing to those of another \
+             size than the first (its log: \"Rejected incompatible workers\")",
         ));
     } else if !prefill.is_empty() && !decode.is_empty() && prefill != decode {
         found.push(Finding::new(
@@ -736,8 +770,8 @@ fn shared_components(deployment: &Deployment, found: &mut Vec<Finding>) {
                     names.join(", ")
                 ),
                 models.values().next().map_or("", |worker| &worker.card),
-                "give each model a component or namespace of its own: each has a router that \
-                 does not see the load of the other",
+                "give each model a component or namespace of its own: each has a router of its own, \
+                 which counts its own requests as load",
             ));
         }
     }

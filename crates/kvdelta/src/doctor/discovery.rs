@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
+use serde_json::Value;
 
 use super::facts::{CardRouter, Deployment, Role, Worker};
 
@@ -76,10 +77,20 @@ struct Card {
     #[serde(default)]
     runtime_config: RuntimeConfig,
     router_config: Option<RouterConfig>,
-    /// Where the frontend fetches files of the model: from the worker's system port.
-    model_info: Option<serde_json::Value>,
-    tokenizer: Option<serde_json::Value>,
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
 }
+
+/// Fields that name files of the model. The frontend fetches them from the worker's system port.
+const FILES: [&str; 5] = [
+    "model_info",
+    "tokenizer",
+    "prompt_formatter",
+    "chat_template_file",
+    "gen_config",
+];
+/// Further fields that a frontend compares (`mdcsum` of `model_card.rs`).
+const COMPARED: [&str; 4] = ["source_path", "context_length", "needs", "aliases"];
 
 #[derive(Debug, Deserialize)]
 struct Lora {
@@ -181,10 +192,11 @@ fn is_any_or(wanted: &Option<String>, value: &str) -> bool {
 }
 
 fn worker(namespace: String, component: String, instance_id: u64, card: Card, key: &str) -> Worker {
-    let system_url = [&card.model_info, &card.tokenizer]
-        .into_iter()
-        .flatten()
+    let system_url = FILES
+        .iter()
+        .filter_map(|name| card.others.get(*name))
         .find_map(system_url);
+    let compared = compared(&card);
     let Card {
         display_name,
         kv_cache_block_size,
@@ -214,8 +226,36 @@ fn worker(namespace: String, component: String, instance_id: u64, card: Card, ke
         local_indexer: runtime.enable_local_indexer,
         router: router_config.map(card_router),
         required_domain,
+        compared,
         system_url,
         ..Worker::default()
+    }
+}
+
+fn compared(card: &Card) -> BTreeMap<String, String> {
+    let files = FILES.iter().filter_map(|name| {
+        let mut checksums = Vec::new();
+        collect_checksums(card.others.get(*name)?, &mut checksums);
+        Some(((*name).to_owned(), checksums.join(" ")))
+    });
+    let others = COMPARED
+        .iter()
+        .filter_map(|name| Some(((*name).to_owned(), card.others.get(*name)?.to_string())));
+    let router = card.router_config.as_ref().map(|router| {
+        let text = format!("{router:?}");
+        ("router_config".to_owned(), text)
+    });
+    files.chain(others).chain(router).collect()
+}
+
+fn collect_checksums(file: &Value, checksums: &mut Vec<String>) {
+    if let Value::Object(fields) = file {
+        for (name, value) in fields {
+            match value {
+                Value::String(text) if name == "checksum" => checksums.push(text.clone()),
+                value => collect_checksums(value, checksums),
+            }
+        }
     }
 }
 
@@ -232,13 +272,144 @@ fn card_router(config: RouterConfig) -> CardRouter {
 }
 
 /// The server of the first path that is a URL to a worker's system port.
-fn system_url(file: &serde_json::Value) -> Option<String> {
+fn system_url(file: &Value) -> Option<String> {
     match file {
-        serde_json::Value::String(text) => {
+        Value::String(text) => {
             let (server, _) = text.split_once("/v1/metadata/")?;
             server.contains("://").then(|| server.to_owned())
         }
-        serde_json::Value::Object(fields) => fields.values().find_map(system_url),
+        Value::Object(fields) => fields.values().find_map(system_url),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn entry(key: &str, value: Value) -> Entry {
+        Entry {
+            key: key.to_owned(),
+            value: value.to_string().into_bytes(),
+            age_seconds: None,
+        }
+    }
+
+    fn card(id: u64, card: Value) -> Entry {
+        entry(
+            &format!("v1/mdc/{id}"),
+            json!({
+                "type": "Model", "namespace": "dynamo", "component": "backend",
+                "endpoint": "generate", "instance_id": id, "card_json": card,
+            }),
+        )
+    }
+
+    #[test]
+    fn a_card_is_read_with_all_that_bears_on_the_flag() {
+        let entries = [
+            card(
+                5,
+                json!({
+                    "display_name": "model", "worker_type": "decode", "kv_cache_block_size": 16,
+                    "context_length": 8192,
+                    "tokenizer": {"hf_tokenizer_json": {
+                        "path": "http://10.0.0.1:8081/v1/metadata/a/tokenizer.json",
+                        "checksum": "blake3:1",
+                    }},
+                    "runtime_config": {
+                        "data_parallel_size": 2, "kv_event_publishing_enabled": true,
+                        "enable_local_indexer": false, "kv_event_source_mode": "state_agent_v2",
+                        "topology_domains": {"zone": "a"}, "kv_transfer_domain": "zone",
+                        "kv_transfer_enforcement": "required",
+                    },
+                    "router_config": {"router_mode": "k_v", "kv_router_config": {
+                        "decode_overlap_score_weight": 2.5, "use_kv_events": true,
+                    }},
+                }),
+            ),
+            card(
+                5,
+                json!({"display_name": "adapter", "worker_type": "decode", "lora": {"name": "adapter"}}),
+            ),
+            entry(
+                "v1/event_sources/1",
+                json!({
+                    "type": "EventSource", "topic": "kv-events", "publisher_id": 1,
+                    "metadata": {"worker": {"worker_id": 5, "dp_rank": 1}},
+                }),
+            ),
+            entry(
+                "v1/event_channels/1",
+                json!({
+                    "type": "EventChannel", "topic": "kv-events", "instance_id": 1,
+                    "transport": {"kind": "Nats", "config": {"subject_prefix": "a"}},
+                }),
+            ),
+        ];
+        let deployment = deployment(&entries, &Wanted::default());
+        assert_eq!(deployment.event_planes, BTreeSet::from(["Nats".to_owned()]));
+        let [worker] = &deployment.workers[..] else {
+            panic!("{:?}", deployment.workers);
+        };
+        assert_eq!(worker.name(), "decode worker dynamo/backend/5");
+        assert_eq!(worker.block_size_tokens, Some(16));
+        assert_eq!(worker.data_parallel_ranks, 2);
+        assert_eq!(worker.publishes_events, Some(true));
+        assert_eq!(worker.local_indexer, Some(false));
+        assert_eq!(worker.event_source_mode.as_deref(), Some("state_agent_v2"));
+        assert_eq!(worker.event_source_ranks, BTreeSet::from([1]));
+        assert_eq!(worker.required_domain.as_deref(), Some("zone=a"));
+        assert_eq!(worker.adapters, BTreeSet::from(["adapter".to_owned()]));
+        assert_eq!(worker.system_url.as_deref(), Some("http://10.0.0.1:8081"));
+        assert_eq!(worker.compared["tokenizer"], "blake3:1");
+        assert_eq!(worker.compared["context_length"], "8192");
+        let router = worker.router.as_ref().unwrap();
+        assert_eq!(router.mode.as_deref(), Some("kv"));
+        assert_eq!(router.weight, Some(2.5));
+        assert_eq!(router.use_kv_events, Some(true));
+    }
+
+    #[test]
+    fn what_an_old_card_lacks_is_not_known() {
+        let deployment = deployment(
+            &[card(1, json!({"display_name": "model"}))],
+            &Wanted::default(),
+        );
+        let worker = &deployment.workers[0];
+        assert_eq!(worker.role, None);
+        assert_eq!(worker.publishes_events, None);
+        assert_eq!(worker.block_size_tokens, None);
+        assert_eq!(worker.local_indexer, None);
+        assert_eq!(worker.system_url, None);
+    }
+
+    #[test]
+    fn others_are_left_out_and_remembered() {
+        let entries = [card(1, json!({"display_name": "model"}))];
+        let wanted = Wanted {
+            namespace: None,
+            model: Some("other".to_owned()),
+        };
+        let deployment = deployment(&entries, &wanted);
+        assert!(deployment.workers.is_empty());
+        assert_eq!(
+            deployment.left_out,
+            BTreeSet::from(["dynamo/model".to_owned()])
+        );
+    }
+
+    #[test]
+    fn records_out_of_shape_are_broken_and_do_not_end_the_reading() {
+        let entries = [
+            entry("v1/mdc/a", json!([1])),
+            entry("v1/mdc/b", json!({"type": "Model"})),
+            card(1, json!({"display_name": 5})),
+            card(2, json!({"display_name": "model"})),
+        ];
+        let deployment = deployment(&entries, &Wanted::default());
+        assert_eq!(deployment.broken_entries.len(), 3);
+        assert_eq!(deployment.workers.len(), 1);
     }
 }

@@ -84,6 +84,9 @@ pub(crate) struct Worker {
     pub(crate) router: Option<CardRouter>,
     /// The topology domain that KV must not leave, as `domain=value`.
     pub(crate) required_domain: Option<String>,
+    /// Fields of the card that a frontend compares, the block size aside; workers whose fields
+    /// differ are not taken into one pool.
+    pub(crate) compared: BTreeMap<String, String>,
     /// LoRA adapters that are loaded on it.
     pub(crate) adapters: BTreeSet<String>,
     /// Base of the system port's URLs.

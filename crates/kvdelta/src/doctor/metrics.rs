@@ -239,3 +239,75 @@ fn decode_overlap(samples: &Samples) -> BTreeMap<String, Overlap> {
     }
     overlap
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WORKER: &str = "dynamo_component_uptime_seconds{worker_id=\"1f\"} 5\n\
+        dynamo_component_kv_publisher_engines_dropped_events_total{worker_id=\"1f\"} 0\n\
+        dynamo_component_requests_total{dynamo_endpoint=\"generate\",worker_id=\"1f\"} 4\n\
+        dynamo_component_requests_total{dynamo_endpoint=\"clear_kv_blocks\",worker_id=\"1f\"} 9\n\
+        vllm:prompt_tokens_total{engine=\"0\"} 400\n\
+        vllm:prefix_cache_hits_total{engine=\"0\"} 128\n";
+
+    fn samples(text: &str) -> Samples {
+        Samples::parse(text).unwrap()
+    }
+
+    #[test]
+    fn a_publisher_without_events_has_none_and_no_publisher_is_not_known() {
+        let facts = worker("url", &samples(WORKER), None);
+        assert_eq!(facts.total.stored_events, Some(0.0));
+        assert_eq!(facts.total.requests, Some(4.0));
+        assert_eq!(facts.total.new_tokens, Some(272.0));
+        assert_eq!(facts.watched, None);
+        let without = WORKER.replace("kv_publisher", "other");
+        let facts = worker("url", &samples(&without), None);
+        assert_eq!(facts.total.stored_events, None);
+        assert_eq!(facts.total.lost_events, None);
+        assert_eq!(samples(WORKER).worker_ids(), BTreeSet::from([31]));
+    }
+
+    #[test]
+    fn a_watch_counts_what_grew_and_nothing_after_a_restart() {
+        let stored = "dynamo_component_kv_publisher_zmq_events_total\
+            {event_type=\"stored\",stage=\"accepted\"} 7\n";
+        let later = samples(&format!("{WORKER}{stored}"));
+        let watched = worker("url", &samples(WORKER), Some(&later))
+            .watched
+            .unwrap();
+        assert_eq!(watched.stored_events, Some(7.0));
+        assert_eq!(watched.requests, Some(0.0));
+        let restarted = samples(&WORKER.replace("} 400", "} 1"));
+        let facts = worker("url", &later, Some(&restarted));
+        assert_eq!(facts.watched, None);
+    }
+
+    #[test]
+    fn prefix_caching_of_several_engines_must_be_on_in_all() {
+        let info =
+            |on: &str| format!("vllm:cache_config_info{{enable_prefix_caching=\"{on}\"}} 1\n");
+        for (text, expected) in [
+            (info("True"), Some(true)),
+            (info("True") + &info("False"), Some(false)),
+            (info("maybe"), None),
+            (WORKER.to_owned(), None),
+        ] {
+            assert_eq!(prefix_caching(&samples(&text)), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn refused_events_are_counted_by_reason() {
+        let text = "dynamo_component_kv_cache_events_applied{event_type=\"stored\",status=\"ok\"} 5\n\
+            dynamo_component_kv_cache_events_applied{event_type=\"stored\",status=\"parent_block_not_found\"} 2\n\
+            dynamo_component_kv_cache_events_applied{event_type=\"removed\",status=\"block_not_found\"} 3\n\
+            dynamo_component_router_worker_registered{router_worker_id=\"7\",worker_type=\"decode\"} 0\n\
+            dynamo_component_router_worker_registered{router_worker_id=\"8\",worker_type=\"decode\"} 1\n";
+        let facts = frontend(&samples(text), None);
+        let expected = BTreeMap::from([("parent_block_not_found".to_owned(), 2.0)]);
+        assert_eq!(facts.refused_events, expected);
+        assert_eq!(facts.registered, BTreeMap::from([(8, Role::Decode)]));
+    }
+}

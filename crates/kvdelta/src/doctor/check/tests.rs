@@ -413,6 +413,14 @@ const CASES: &[Case] = &[
         &[(Unknown, "block-size-unknown"), TAKEN],
     ),
     (
+        "decode workers whose cards differ",
+        |it| {
+            let field = ("context_length".to_owned(), "4096".to_owned());
+            it.workers[1].compared = BTreeMap::from([field]);
+        },
+        &[(Warning, "cards-differ"), TAKEN],
+    ),
+    (
         "one decode worker",
         |it| {
             it.workers.pop();
