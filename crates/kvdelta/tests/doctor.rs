@@ -197,6 +197,42 @@ fn recorded_weight_0_is_a_problem() {
 }
 
 #[test]
+fn recorded_frontend_without_the_patch_is_a_problem() {
+    let recorded = Recorded::new("unpatched");
+    let (code, findings) = recorded.findings(&[]);
+    assert_eq!(code, 1);
+    assert_eq!(
+        findings,
+        expected(&[("problem", "decode-events-not-taken")])
+    );
+}
+
+#[test]
+fn recorded_round_robin_is_a_problem() {
+    let recorded = Recorded::new("round-robin");
+    let (code, findings) = recorded.findings(&[]);
+    assert_eq!(code, 1);
+    assert_eq!(
+        findings,
+        expected(&[
+            ("problem", "one-decode-worker"),
+            ("problem", "frontend-not-kv")
+        ])
+    );
+}
+
+#[test]
+fn recorded_blocks_of_two_sizes_are_a_problem() {
+    let recorded = Recorded::new("block-size");
+    let (code, findings) = recorded.findings(&["--watch", "1"]);
+    assert_eq!(code, 1);
+    assert_eq!(
+        findings,
+        expected(&[("problem", "block-size-of-decode"), TAKEN])
+    );
+}
+
+#[test]
 fn recorded_events_off_are_found_on_both_sides() {
     let recorded = Recorded::new("decode-events-off");
     let (code, findings) = recorded.findings(&["--watch", "1"]);
