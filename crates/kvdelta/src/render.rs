@@ -12,6 +12,9 @@ use crate::doctor::finding::{Finding, Severity, exit_code};
 /// Subjects that the text names before it counts the rest.
 const NAMED: usize = 4;
 
+/// Columns of the text; addresses and paths may reach beyond.
+const WIDTH: usize = 100;
+
 /// Version of the JSON's keys.
 const VERSION: u32 = 1;
 
@@ -127,10 +130,18 @@ pub(crate) fn text(deployment: &Deployment, findings: &[Finding]) -> String {
         };
         line(String::new());
         line(format!("{severity} {}", finding.code));
-        line(format!("  about  {}", some_of(&finding.subjects)));
-        line(format!("  seen   {}", finding.seen));
-        line(format!("  where  {}", some_of(&finding.sources)));
-        line(format!("  do     {}", finding.action));
+        for (name, words) in [
+            ("  about  ", &some_of(&finding.subjects)),
+            ("  seen   ", &finding.seen),
+            ("  where  ", &some_of(&finding.sources)),
+            ("  do     ", &finding.action),
+        ] {
+            let layout = textwrap::Options::new(WIDTH)
+                .initial_indent(name)
+                .subsequent_indent("         ")
+                .break_words(false);
+            line(textwrap::fill(words, layout));
+        }
     }
     line(String::new());
     line(format!(

@@ -274,3 +274,71 @@ fn wait(seconds: u64) {
         thread::sleep(left.min(REPEAT));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, Parser)]
+    struct Cli {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    fn store(arguments: &[&str], variables: &[(&str, &str)]) -> Store {
+        let arguments = ["doctor"].iter().chain(arguments);
+        let cli = Cli::try_parse_from(arguments).unwrap();
+        Store::choose(&cli.options, |name| {
+            let found = variables.iter().find(|(known, _)| *known == name)?;
+            Some(found.1.to_owned())
+        })
+    }
+
+    #[test]
+    fn discovery_is_where_dynamo_would_look() {
+        let etcd = |urls: &[&str]| Store::Etcd(urls.iter().map(|url| (*url).to_owned()).collect());
+        type Case<'a> = (&'a [&'a str], &'a [(&'a str, &'a str)], Store);
+        let cases: &[Case<'_>] = &[
+            (&[], &[], etcd(&["http://localhost:2379"])),
+            (
+                &[],
+                &[("ETCD_ENDPOINTS", "http://a:1,http://b:2")],
+                etcd(&["http://a:1", "http://b:2"]),
+            ),
+            // Dynamo's back end is etcd though the folder is set.
+            (
+                &[],
+                &[("DYN_FILE_KV", "/kv")],
+                etcd(&["http://localhost:2379"]),
+            ),
+            (
+                &[],
+                &[("DYN_DISCOVERY_BACKEND", "file"), ("DYN_FILE_KV", "/kv")],
+                Store::Files("/kv".into()),
+            ),
+            (
+                &["--file-kv", "/mine"],
+                &[("DYN_DISCOVERY_BACKEND", "etcd")],
+                Store::Files("/mine".into()),
+            ),
+            (
+                &["--etcd", "a:1,b:2"],
+                &[("DYN_DISCOVERY_BACKEND", "file")],
+                etcd(&["a:1", "b:2"]),
+            ),
+            (
+                &[],
+                &[("DYN_DISCOVERY_BACKEND", "mem")],
+                Store::Other("mem".to_owned()),
+            ),
+        ];
+        for (arguments, variables, expected) in cases {
+            assert_eq!(
+                store(arguments, variables),
+                *expected,
+                "{arguments:?} {variables:?}"
+            );
+        }
+    }
+}

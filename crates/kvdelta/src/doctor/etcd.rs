@@ -16,7 +16,7 @@ use super::discovery::{BUCKETS, Entry};
 use super::http;
 
 /// User and password, as Dynamo takes them from `ETCD_AUTH_USERNAME` and `ETCD_AUTH_PASSWORD`.
-#[derive(Clone)]
+// No Debug: it would show the password.
 pub(crate) struct Login {
     pub(crate) name: String,
     pub(crate) password: String,
