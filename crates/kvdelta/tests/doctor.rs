@@ -10,9 +10,10 @@ use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -342,7 +343,7 @@ fn old_records_are_of_workers_that_are_gone() {
         .discovery
         .path()
         .join("v1/mdc/dynamo%2Fbackend%2Fgenerate%2F49556db2ea0565f4");
-    let minute_ago = std::time::SystemTime::now() - std::time::Duration::from_secs(60);
+    let minute_ago = std::time::SystemTime::now() - Duration::from_secs(60);
     fs::File::options()
         .append(true)
         .open(&card)
@@ -506,6 +507,85 @@ fn etcd_as_a_stand_in_plays_it_holds_the_same_deployment() {
     assert_eq!(codes(&report), expected(&[TAKEN]));
     assert_eq!(report["pools"][0]["decode_workers"], 2);
     assert_eq!(output.status.code(), Some(0));
+}
+
+/// A real etcd, ended with the test.
+struct Etcd {
+    process: Child,
+    url: String,
+    _data: TempDir,
+}
+
+impl Etcd {
+    fn start() -> Self {
+        let [client, peer] = [(); 2].map(|()| {
+            let port = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+            format!("http://{}", port.local_addr().unwrap())
+        });
+        let data = tempfile::tempdir().unwrap();
+        let process = Command::new("etcd")
+            .arg("--data-dir")
+            .arg(data.path())
+            .args(["--listen-client-urls", &client])
+            .args(["--advertise-client-urls", &client])
+            .args(["--listen-peer-urls", &peer])
+            .args(["--initial-advertise-peer-urls", &peer])
+            .args(["--initial-cluster", &format!("default={peer}")])
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("etcd is not in PATH");
+        Self {
+            process,
+            url: client,
+            _data: data,
+        }
+    }
+
+    /// Puts a record, patiently: etcd may just have started.
+    fn put(&self, key: &str, value: &[u8]) {
+        let url = format!("{}/v3/kv/put", self.url);
+        let body = json!({"key": STANDARD.encode(key), "value": STANDARD.encode(value)});
+        let client = reqwest::blocking::Client::builder()
+            .no_proxy()
+            .build()
+            .unwrap();
+        for _ in 0..100 {
+            let answer = client.post(&url).json(&body).send();
+            if answer.is_ok_and(|answer| answer.status().is_success()) {
+                return;
+            }
+            thread::sleep(Duration::from_millis(100));
+        }
+        panic!("{url} does not take {key}");
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[test]
+#[ignore = "needs etcd 3.4 or newer in PATH"]
+fn real_etcd_holds_the_same_deployment() {
+    let recorded = Recorded::new("weight-1");
+    let etcd = Etcd::start();
+    for bucket in BUCKETS {
+        for file in fs::read_dir(recorded.discovery.path().join(bucket)).unwrap() {
+            let path = file.unwrap().path();
+            let name = unescaped(path.file_name().unwrap().to_str().unwrap());
+            etcd.put(&format!("{bucket}/{name}"), &fs::read(&path).unwrap());
+        }
+    }
+    // A neighbour of the prefix that must not be read.
+    etcd.put("v1/mdcx/other", b"{");
+    let frontend = recorded.frontend();
+    let output = doctor(&["--etcd", &etcd.url, "--frontend", &frontend, "--json"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(codes(&report), expected(&[TAKEN]));
+    assert_eq!(report["pools"][0]["decode_workers"], 2);
 }
 
 #[test]

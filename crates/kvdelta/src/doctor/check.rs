@@ -148,7 +148,7 @@ fn shape(pool: &Pool<'_>, found: &mut Vec<Finding>) {
     let of = |role| pool.of(role).count();
     let (prefill, decode) = (of(Role::Prefill), of(Role::Decode));
     let name = pool.name();
-    let cards = source(&pool.workers[0].card, "worker_type");
+    let cards = source(card_of(pool), "worker_type");
     let mut problem = |code, seen: String, action: &str| {
         found.push(Finding::new(
             Severity::Problem,
@@ -283,7 +283,7 @@ fn adapters(pool: &Pool<'_>, found: &mut Vec<Finding>) {
                  by itself",
                 names.join(", ")
             ),
-            source(&pool.workers[0].card, "lora"),
+            source(card_of(pool), "lora"),
             "expect less overlap than requests of one adapter have",
         ));
     }
@@ -541,7 +541,7 @@ fn block_sizes(pool: &Pool<'_>, found: &mut Vec<Finding>) {
         let sizes: Vec<String> = sizes.iter().map(u64::to_string).collect();
         sizes.join(" and ")
     };
-    let at = source(&pool.workers[0].card, "kv_cache_block_size");
+    let at = source(card_of(pool), "kv_cache_block_size");
     if decode.len() > 1 {
         found.push(Finding::new(
             Severity::Problem,
@@ -857,6 +857,14 @@ fn delivery(deployment: &Deployment, found: &mut Vec<Finding>) {
             "watch while requests are served",
         ));
     }
+}
+
+/// A card to name for what the cards of a pool say together, a decode worker's if there is one.
+fn card_of<'a>(pool: &Pool<'a>) -> &'a str {
+    pool.of(Role::Decode)
+        .next()
+        .or_else(|| pool.workers.first().copied())
+        .map_or("", |worker| &worker.card)
 }
 
 /// A place and what was read there.
