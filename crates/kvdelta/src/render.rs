@@ -139,6 +139,7 @@ pub(crate) fn text(deployment: &Deployment, findings: &[Finding]) -> String {
             let layout = textwrap::Options::new(WIDTH)
                 .initial_indent(name)
                 .subsequent_indent("         ")
+                .word_splitter(textwrap::WordSplitter::NoHyphenation)
                 .break_words(false);
             line(textwrap::fill(words, layout));
         }

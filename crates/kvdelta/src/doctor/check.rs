@@ -553,14 +553,27 @@ fn block_sizes(pool: &Pool<'_>, found: &mut Vec<Finding>) {
              size than the first (its log: \"Rejected incompatible workers\")",
         ));
     } else if !prefill.is_empty() && !decode.is_empty() && prefill != decode {
+        let fits = decode
+            .iter()
+            .all(|own| prefill.iter().all(|remote| own.is_multiple_of(*remote)));
         found.push(Finding::new(
-            Severity::Warning,
+            // vLLM's NIXL connector fails the transfer otherwise, and with it the request.
+            if fits {
+                Severity::Warning
+            } else {
+                Severity::Problem
+            },
             "block-size-of-prefill",
             pool.name(),
             format!(
-                "prefill workers have blocks of {} tokens, decode workers of {}",
+                "prefill workers have blocks of {} tokens, decode workers of {}{}",
                 list(&prefill),
-                list(&decode)
+                list(&decode),
+                if fits {
+                    ""
+                } else {
+                    ", which are no multiple of them: vLLM's NIXL connector fails every request"
+                }
             ),
             at,
             "give all workers the same --block-size",

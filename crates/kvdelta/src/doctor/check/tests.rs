@@ -403,8 +403,13 @@ const CASES: &[Case] = &[
         &[(Problem, "block-size-of-decode"), TAKEN],
     ),
     (
-        "prefill workers with other blocks",
+        "prefill workers with greater blocks",
         |it| it.workers[0].block_size_tokens = Some(64),
+        &[(Problem, "block-size-of-prefill"), TAKEN],
+    ),
+    (
+        "prefill workers with blocks that fit into those of decode",
+        |it| it.workers[0].block_size_tokens = Some(16),
         &[(Warning, "block-size-of-prefill"), TAKEN],
     ),
     (
