@@ -228,7 +228,7 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     let python = env::engines(cache)?;
     let parts = Parts {
         model: env::model(cache, &python)?,
-        frontend: frontend::build(cache)?,
+        frontend: frontend::build(cache, frontend::Profile::Dev)?,
         python,
     };
     say(format!("set-up: {:.1} s", began.elapsed().as_secs_f64()));

@@ -4,9 +4,10 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result};
+use clap::Args;
 
 use crate::cache::{Cache, project_root};
 use crate::command;
@@ -24,13 +25,66 @@ const RUSTFLAGS: &str = "--cfg tokio_unstable";
 /// package leaves out.
 pub(crate) const LEFT_OUT_FILE: &str = "examples/router/policy-class-queues.yaml";
 
+/// Options of `cargo xtask frontend`.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  cargo xtask frontend                                   builds it and prints its path
+  cargo xtask frontend --release --out /opt/dynamo/bin   an optimised one, copied to a folder
+
+docs/frontend.md tells how to run it in place of python -m dynamo.frontend.")]
+pub(crate) struct Options {
+    /// Optimise, for use in production; a build of its own, with all of Dynamo's crates again.
+    #[arg(long)]
+    release: bool,
+    /// Copy the program to this folder; one that runs from there goes on undisturbed.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+/// How the frontend is compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Profile {
+    /// Quick to build.
+    Dev,
+    /// Quick to run.
+    Release,
+}
+
+/// Runs `cargo xtask frontend`.
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
+    let profile = if options.release {
+        Profile::Release
+    } else {
+        Profile::Dev
+    };
+    let built = build(cache, profile)?;
+    let program = match &options.out {
+        Some(folder) => install(&built, folder)
+            .with_context(|| format!("--out: cannot copy to {}", folder.display()))?,
+        None => built,
+    };
+    println!("{}", program.display());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Copies `program` into `folder`, in place of an older one at once: the file of a running program
+/// cannot be written.
+fn install(program: &Path, folder: &Path) -> Result<PathBuf> {
+    fs::create_dir_all(folder)?;
+    let target = folder.join(NAME);
+    let scratch = tempfile::NamedTempFile::new_in(folder)?.into_temp_path();
+    fs::copy(program, &scratch)?;
+    scratch.persist(&target)?;
+    Ok(target)
+}
+
 /// The folder of the frontend's sources.
 pub(crate) fn folder() -> PathBuf {
     project_root().join("tests/dynamo-frontend")
 }
 
 /// The built frontend, from the cache if nothing that goes into it has changed.
-pub(crate) fn build(cache: &Cache) -> Result<PathBuf> {
+pub(crate) fn build(cache: &Cache, profile: Profile) -> Result<PathBuf> {
     let mut key = patch::key()?
         .part("rustc", rustc_version()?.as_bytes())
         .part("rustflags", RUSTFLAGS.as_bytes())
@@ -43,14 +97,20 @@ pub(crate) fn build(cache: &Cache) -> Result<PathBuf> {
         let name = source.strip_prefix(folder())?.to_string_lossy();
         key = key.part(&name, &text);
     }
+    let (flag, output) = match profile {
+        Profile::Dev => (None, "debug"),
+        Profile::Release => (Some("--release"), "release"),
+    };
+    if let Some(flag) = flag {
+        key = key.part("profile", flag.as_bytes());
+    }
     let entry = cache.entry(NAME, &key, |entry| {
+        let mut cargo = cargo(cache, "build")?;
+        cargo.args(flag);
         let log = cache.folder("logs")?.join(format!("{NAME}.log"));
-        command::logged(
-            "frontend from the patched crates (about 850 crates when cold)",
-            cargo(cache, "build")?,
-            &log,
-        )?;
-        let built = target(cache)?.join("debug").join(NAME);
+        let step = "frontend from the patched crates (about 850 crates when cold)";
+        command::logged(step, cargo, &log)?;
+        let built = target(cache)?.join(output).join(NAME);
         fs::copy(&built, entry.join(NAME))
             .with_context(|| format!("cannot copy {}", built.display()))?;
         Ok(())
@@ -151,4 +211,27 @@ fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
     }
     files.sort();
     Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_installed_program_takes_the_place_of_a_running_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("bin");
+        let sleep = PathBuf::from("/bin/sleep");
+        let installed = install(&sleep, &out).unwrap();
+        let mut running = Command::new(&installed).arg("60").spawn().unwrap();
+        let again = install(&sleep, &out);
+        running.kill().unwrap();
+        running.wait().unwrap();
+        assert_eq!(again.unwrap(), installed);
+        let left: Vec<_> = fs::read_dir(&out).unwrap().collect();
+        assert_eq!(left.len(), 1, "{left:?}");
+        let mut version = Command::new(&installed);
+        version.arg("0");
+        command::output(version).expect("it can still be executed");
+    }
 }

@@ -35,6 +35,7 @@ use crate::cache::Cache;
   cargo xtask demo                      patch Dynamo, run it with real vLLM workers, show bytes moved
   cargo xtask demo --decode 4 --json run.json
   cargo xtask patch --check             does the series apply to the pinned sources?
+  cargo xtask frontend --out bin        the frontend from the patched crates, in the folder bin
   cargo xtask test --fast               format, lints and the tests that need no engine
   cargo xtask test                      everything
 
@@ -50,6 +51,8 @@ enum Command {
     Env,
     /// Take the pinned upstream sources and apply the patch series to them.
     Patch(patch::Options),
+    /// Build kvdelta-frontend, which runs in place of Dynamo's Python frontend.
+    Frontend(frontend::Options),
     /// Patch Dynamo, run it with real vLLM workers, and show how many bytes of KV moved.
     Demo(demo::Options),
     /// Format, lints and all tests.
@@ -73,6 +76,7 @@ fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Env => env::run(&cache),
         Command::Patch(options) => patch::run(&cache, &options),
+        Command::Frontend(options) => frontend::run(&cache, &options),
         Command::Demo(options) => demo::run(&cache, &options),
         Command::Test(options) => test::run(&cache, &options),
     }
