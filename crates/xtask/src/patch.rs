@@ -279,6 +279,33 @@ mod tests {
     }
 
     #[test]
+    fn the_appendix_is_of_patches_that_say_they_were_not_compiled_outside_the_series() {
+        let series = series().unwrap();
+        let appendix = series_folder().join("appendix");
+        let mut patches = 0;
+        for entry in fs::read_dir(&appendix).unwrap() {
+            let path = entry.unwrap().path();
+            let text = fs::read_to_string(&path).unwrap();
+            let shown = path.display();
+            assert!(text.contains("\nCompiled: no"), "{shown}");
+            let name = path.file_name().unwrap().to_str().unwrap();
+            assert!(!series.iter().any(|patch| patch.contains(name)), "{shown}");
+            if path
+                .extension()
+                .is_some_and(|extension| extension == "patch")
+            {
+                let files = PatchSet::parse(&text, ParseOptions::gitdiff());
+                let hunks: usize = files
+                    .map(|file| file.unwrap().patch().as_text().unwrap().hunks().len())
+                    .sum();
+                assert!(hunks > 0, "{shown}");
+                patches += 1;
+            }
+        }
+        assert!(patches > 0, "{}", appendix.display());
+    }
+
+    #[test]
     fn a_path_out_of_the_sources_is_refused() {
         let patch = "diff --git a/../y.rs b/../y.rs\nnew file mode 100644\n\
             --- /dev/null\n+++ b/../y.rs\n@@ -0,0 +1 @@\n+new\n";
