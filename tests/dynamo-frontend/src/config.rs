@@ -6,6 +6,7 @@
 
 use std::ffi::OsString;
 
+use dynamo_kv_router::WorkerType;
 use dynamo_kv_router::config::{DYN_ROUTER_MIN_INITIAL_WORKERS, KvRouterConfig, SharedCacheType};
 use dynamo_kv_router::plugins::RouterPluginRegistry;
 use dynamo_llm::discovery::LoadThresholdConfig;
@@ -22,6 +23,9 @@ use crate::values::ConditionalDisagg;
 #[cfg(test)]
 mod tests;
 
+/// Type of the policy that has the decode overlap weight among its parameters.
+const DEFAULT_POLICY: &str = "dynamo-default-cost-fn";
+
 /// Dynamo's settings of the model and of HTTP, routing among them.
 pub(crate) fn local_model(options: &Options) -> Result<LocalModelBuilder, Refusal> {
     check_tls(options)?;
@@ -35,6 +39,10 @@ pub(crate) fn local_model(options: &Options) -> Result<LocalModelBuilder, Refusa
         .migration_limit(Some(http.migration_limit))
         .migration_max_seq_len(http.migration_max_seq_len)
         .kv_cache_block_size(options.router.kv_cache_block_size)
+        .http_metrics_port(
+            (options.api_switches.kserve_grpc_server() && http.grpc_metrics_port != 0)
+                .then_some(http.grpc_metrics_port),
+        )
         .router_config(Some(router(options)?))
         .tls_cert_path(options.tls.tls_cert_path.clone())
         .tls_key_path(options.tls.tls_key_path.clone())
@@ -83,11 +91,7 @@ pub(crate) fn local_model(options: &Options) -> Result<LocalModelBuilder, Refusa
 /// Dynamo's settings of routing.
 pub(crate) fn router(options: &Options) -> Result<RouterConfig, Refusal> {
     let router_options = &options.router;
-    let mode = if options.kv_switches.load_aware() {
-        Mode::Kv
-    } else {
-        router_options.router_mode
-    };
+    let mode = effective_mode(options);
     let kv = kv_router(options)?;
     check_mode(mode, &kv, options)?;
     let thresholds = LoadThresholdConfig {
@@ -215,6 +219,56 @@ pub(crate) fn apply_decode_overlap(
         )));
     }
     Ok(())
+}
+
+/// The weight that this frontend routes by, and who gave it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct DecodeOverlap {
+    /// The weight; 0 is off.
+    pub(crate) weight: f64,
+    /// Option, variable or file.
+    pub(crate) source: String,
+}
+
+/// The weight of the cached prefix for decode workers whose model card has none of its own.
+pub(crate) fn decode_overlap(options: &Options) -> Result<DecodeOverlap, Refusal> {
+    let found = |weight, source: &str| {
+        Ok(DecodeOverlap {
+            weight,
+            source: source.to_owned(),
+        })
+    };
+    if effective_mode(options) != Mode::Kv {
+        return found(0.0, "off without --router-mode=kv");
+    }
+    if let Some(weight) = options.kv.router_decode_overlap_score_weight {
+        let source = if options.kv.weight_is_of_variable {
+            "DYN_ROUTER_DECODE_OVERLAP_SCORE_WEIGHT"
+        } else {
+            "--router-decode-overlap-score-weight"
+        };
+        return found(weight, source);
+    }
+    let config = kv_router(options)?;
+    let name = config
+        .selected_worker_selection_policy_instance_for(WorkerType::Decode)
+        .map_err(refuse)?;
+    let selection = config.worker_selection_config().map_err(refuse)?;
+    let instance = selection
+        .zip(name)
+        .and_then(|(selection, name)| selection.instance(&name));
+    let weight = instance
+        .filter(|instance| instance.policy_type() == DEFAULT_POLICY)
+        .and_then(|instance| {
+            instance
+                .parameters()
+                .get("decode_overlap_score_weight")?
+                .as_f64()
+        });
+    match (weight, &options.kv.router_policy_config) {
+        (Some(weight), Some(file)) => found(weight, file),
+        _ => found(0.0, "not set"),
+    }
 }
 
 /// Dynamo's settings of discovery and transports. Reads DYN_FILE_KV and the variables of etcd.
@@ -368,6 +422,14 @@ fn check_tls(options: &Options) -> Result<(), Refusal> {
         ));
     }
     Ok(())
+}
+
+fn effective_mode(options: &Options) -> Mode {
+    if options.kv_switches.load_aware() {
+        Mode::Kv
+    } else {
+        options.router.router_mode
+    }
 }
 
 fn router_mode(mode: Mode) -> RouterMode {

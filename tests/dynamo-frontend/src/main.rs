@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Dynamo's HTTP frontend, discovery, planes and KV router, started from the Rust crates.
+//! Dynamo's HTTP and gRPC frontend, discovery, planes and KV router, started from the Rust crates.
 //!
 //! It stands in for `python -m dynamo.frontend`: the Rust side of Dynamo's Python bindings is on
 //! no registry, so a patched router can be run only from a program of this kind.
@@ -25,10 +25,16 @@ use dynamo_runtime::distributed::DistributedConfig;
 use dynamo_runtime::{DistributedRuntime, Runtime, logging};
 use tokio::signal::unix::{SignalKind, signal};
 
+use config::DecodeOverlap;
 use options::{Options, Stop};
 
 fn main() -> ExitCode {
-    let (options, model, policies) = match prepare() {
+    let Prepared {
+        options,
+        model,
+        policies,
+        overlap,
+    } = match prepare() {
         Ok(prepared) => prepared,
         Err(Stop::Show(text)) => {
             let _ = text.print();
@@ -46,16 +52,22 @@ fn main() -> ExitCode {
     logging::init();
     tracing::info!(
         router_mode = ?options.router.router_mode,
-        decode_overlap_score_weight = ?options.kv.router_decode_overlap_score_weight,
-        router_policy_config = ?options.kv.router_policy_config,
-        "Frontend starts; a weight of None is that of the policy file, else 0"
+        decode_overlap_score_weight = overlap.weight,
+        source = overlap.source,
+        "Frontend starts"
     );
+    raise_file_limit();
     let ignored = unsupported::warnings(|name| std::env::var_os(name));
     for warning in config::warnings(&options).into_iter().chain(ignored) {
         tracing::warn!("{warning}");
     }
     install_router_plugin_registry(policies);
-    match start(&options, model) {
+    let input = if options.api_switches.kserve_grpc_server() {
+        Input::Grpc
+    } else {
+        Input::Http
+    };
+    match start(&options, model, input) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error:#}");
@@ -64,11 +76,39 @@ fn main() -> ExitCode {
     }
 }
 
-fn prepare() -> Result<(Options, LocalModelBuilder, RouterPluginRegistry), Stop> {
+/// What the options and the policy file ask for, checked.
+struct Prepared {
+    options: Options,
+    model: LocalModelBuilder,
+    policies: RouterPluginRegistry,
+    overlap: DecodeOverlap,
+}
+
+fn prepare() -> Result<Prepared, Stop> {
     let options = options::parse(std::env::args_os())?;
-    let model = config::local_model(&options).map_err(Stop::Refuse)?;
-    let policies = config::policies(&options).map_err(Stop::Refuse)?;
-    Ok((options, model, policies))
+    Ok(Prepared {
+        model: config::local_model(&options).map_err(Stop::Refuse)?,
+        policies: config::policies(&options).map_err(Stop::Refuse)?,
+        overlap: config::decode_overlap(&options).map_err(Stop::Refuse)?,
+        options,
+    })
+}
+
+/// Raises the soft limit of open files as Python's frontend does: each connection takes one.
+fn raise_file_limit() {
+    let target = match std::env::var("DYN_FRONTEND_FD_LIMIT_TARGET") {
+        Ok(text) => text.parse().unwrap_or(0),
+        Err(_) => 8192,
+    };
+    let Ok((soft, _)) = rlimit::Resource::NOFILE.get() else {
+        return;
+    };
+    if soft < target {
+        match rlimit::increase_nofile_limit(target) {
+            Ok(raised) => tracing::info!(from = soft, to = raised, "Limit of open files raised"),
+            Err(error) => tracing::warn!(%error, "The limit of open files stays at {soft}"),
+        }
+    }
 }
 
 /// Starts this program again with the variables that Dynamo takes from the environment alone,
@@ -93,18 +133,19 @@ fn settle(variables: &[(&'static str, Option<OsString>)]) -> std::io::Result<()>
     Err(again.exec())
 }
 
-fn start(options: &Options, model: LocalModelBuilder) -> anyhow::Result<()> {
+fn start(options: &Options, model: LocalModelBuilder, input: Input) -> anyhow::Result<()> {
     let planes = config::distributed(&options.planes)?;
     let runtime = Runtime::from_settings()?;
     runtime
         .primary()
-        .block_on(serve(runtime.clone(), planes, model))
+        .block_on(serve(runtime.clone(), planes, model, input))
 }
 
 async fn serve(
     runtime: Runtime,
     planes: DistributedConfig,
     mut model: LocalModelBuilder,
+    input: Input,
 ) -> anyhow::Result<()> {
     // Not `runtime.is_shutting_down()`: Dynamo shuts down after an error as well.
     let asked_to_stop = Arc::new(AtomicBool::new(false));
@@ -116,7 +157,7 @@ async fn serve(
             chat_engine_factory: None,
             prefill_load_estimator: None,
         };
-        run_input(distributed, Input::Http, engine).await
+        run_input(distributed, input, engine).await
     };
     match served.await {
         // A signal during start-up is an error to Dynamo, and what the user asked for.

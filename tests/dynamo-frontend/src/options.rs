@@ -116,7 +116,7 @@ pub(crate) enum Mode {
 #[derive(Debug, Clone, Parser)]
 #[command(
     name = "kvdelta-frontend",
-    version = concat!(env!("CARGO_PKG_VERSION"), " (Dynamo 1.6.1)"),
+    version = VERSION,
     args_override_self = true,
     after_help = EXAMPLES
 )]
@@ -167,7 +167,16 @@ Examples:
   Prefer decode workers that hold the prompt's prefix (patched Dynamo only):
     kvdelta-frontend --router-mode kv --router-decode-overlap-score-weight 1.0
 
-Logging follows DYN_LOG. SIGINT and SIGTERM end the program cleanly, a second one at once.";
+Logging follows DYN_LOG. SIGINT and SIGTERM end the program cleanly, a second one at once.
+Exit codes: 0 ended when asked to, 1 failed, 2 an option, variable or file that cannot be used.";
+
+#[cfg(kvdelta_patched)]
+const VERSION: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    " (Dynamo 1.6.1 with decode_overlap_score_weight)"
+);
+#[cfg(not(kvdelta_patched))]
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (Dynamo 1.6.1, unpatched)");
 
 /// HTTP address, namespaces and block size.
 #[derive(Debug, Clone, Args)]
@@ -203,6 +212,10 @@ pub(crate) struct HttpOptions {
     #[arg(long, env = "DYN_MIGRATION_MAX_SEQ_LEN",
           value_parser = |text: &str| values::whole(text, 1, U32))]
     pub(crate) migration_max_seq_len: Option<u32>,
+    /// Port of metrics and health beside --kserve-grpc-server.
+    #[arg(long, env = "DYN_GRPC_METRICS_PORT", default_value = "8788",
+          value_parser = |text: &str| values::whole(text, 0, u16::MAX))]
+    pub(crate) grpc_metrics_port: u16,
 }
 
 /// What the HTTP side speaks.
@@ -222,6 +235,8 @@ pub(crate) struct ApiOptions {
 switches! {
     /// Switches of the HTTP side.
     ApiSwitches, "API", {
+        /// Serve KServe's gRPC protocol at --http-port in place of HTTP.
+        kserve_grpc_server / no_kserve_grpc_server, "DYN_KSERVE_GRPC_SERVER" = "false";
         /// Fall back to the default tokenizer when the chosen one cannot load the model's.
         tokenizer_fallback / no_tokenizer_fallback, "DYN_TOKENIZER_FALLBACK" = "true";
         /// Serve the Anthropic Messages API (experimental in Dynamo).
@@ -311,6 +326,9 @@ pub(crate) struct KvOptions {
     #[arg(long, env = "DYN_ROUTER_DECODE_OVERLAP_SCORE_WEIGHT", value_name = "WEIGHT",
           value_parser = values::non_negative)]
     pub(crate) router_decode_overlap_score_weight: Option<f64>,
+    /// Whether that weight comes from its variable.
+    #[arg(skip)]
+    pub(crate) weight_is_of_variable: bool,
     /// Credit for a prefix in device memory.
     #[arg(long, env = "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", value_name = "CREDIT",
           default_value = "1.0", value_parser = values::non_negative)]
@@ -525,6 +543,8 @@ fn from_matches(matches: &ArgMatches) -> Result<Options, clap::Error> {
     options.kv_switches.settle(matches);
     options.tls_switches.settle(matches);
     options.ignored_switches.settle(matches);
+    options.kv.weight_is_of_variable = matches.value_source("router_decode_overlap_score_weight")
+        == Some(ValueSource::EnvVariable);
     Ok(options)
 }
 

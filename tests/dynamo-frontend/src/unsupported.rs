@@ -39,11 +39,10 @@ const fn with_variable(
     }
 }
 
-/// The last four have an effect only beside another option of this list.
-const UNSUPPORTED: [Unsupported; 12] = [
+/// The last four have an effect only beside `--dyn-chat-processor`.
+const UNSUPPORTED: [Unsupported; 10] = [
     flag("-i"),
     with_variable("--interactive", "DYN_INTERACTIVE", "false"),
-    with_variable("--kserve-grpc-server", "DYN_KSERVE_GRPC_SERVER", "false"),
     with_variable("--dump-config-to", "DYN_DUMP_CONFIG_TO", ""),
     with_variable(
         "--frontend-route-extension",
@@ -52,7 +51,6 @@ const UNSUPPORTED: [Unsupported; 12] = [
     ),
     with_variable("--dyn-chat-processor", "DYN_CHAT_PROCESSOR", "dynamo"),
     with_variable("--ais-perf-config", "DYN_AIS_PERF_CONFIG", ""),
-    flag("--grpc-metrics-port"),
     flag("--dyn-debug-perf"),
     flag("--dyn-preprocess-workers"),
     flag("--trust-remote-code"),
@@ -61,6 +59,12 @@ const UNSUPPORTED: [Unsupported; 12] = [
 
 /// AISimulate is a Python package; its flags come under a new and an old prefix.
 const AISIMULATE_PREFIXES: [&str; 2] = ["--ais-", "--aic-"];
+
+/// A variable of `python -m dynamo.frontend` without an option, and what to do instead.
+const JEMALLOC: (&str, &str) = (
+    "DYN_FRONTEND_JEMALLOC",
+    "start this binary with LD_PRELOAD=libjemalloc.so.2",
+);
 
 /// The line that refuses `name`, if it is an option of Python's frontend that is not here.
 pub(crate) fn refusal(name: &str) -> Option<String> {
@@ -73,12 +77,19 @@ pub(crate) fn refusal(name: &str) -> Option<String> {
             .iter()
             .any(|prefix| name.starts_with(prefix));
     known.then(|| {
-        format!("{name} is an option of Dynamo's Python frontend that this binary does not support")
+        format!(
+            "{name} is an option of Dynamo's Python frontend that this binary does not support; \
+             see docs/frontend.md"
+        )
     })
 }
 
 /// One warning for each variable that asks for what is not here.
 pub(crate) fn warnings(variable: impl Fn(&str) -> Option<OsString>) -> Vec<String> {
+    let (name, instead) = JEMALLOC;
+    let jemalloc = variable(name)
+        .filter(|value| !asks_for_nothing(&value.to_string_lossy(), "false"))
+        .map(|value| format!("{name}={value:?} is ignored: {instead}"));
     UNSUPPORTED
         .iter()
         .filter_map(|option| {
@@ -93,6 +104,7 @@ pub(crate) fn warnings(variable: impl Fn(&str) -> Option<OsString>) -> Vec<Strin
                 option.flag
             ))
         })
+        .chain(jemalloc)
         .collect()
 }
 

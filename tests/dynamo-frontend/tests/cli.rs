@@ -3,7 +3,12 @@
 //! The program from outside: exit codes, the one line of a refusal, and the environment, which
 //! only a process of its own can set safely.
 
-use std::process::{Command, Output};
+use std::fs;
+use std::io::Read;
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 fn run(args: &[&str], variables: &[(&str, &str)]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_kvdelta-frontend"))
@@ -102,9 +107,9 @@ fn the_first_of_two_variables_counts() {
 #[test]
 fn options_of_pythons_frontend_are_refused_by_name() {
     assert_eq!(
-        refused(&["--kserve-grpc-server"], &[]),
-        "--kserve-grpc-server is an option of Dynamo's Python frontend that this binary does not \
-         support"
+        refused(&["--interactive"], &[]),
+        "--interactive is an option of Dynamo's Python frontend that this binary does not support; \
+         see docs/frontend.md"
     );
 }
 
@@ -122,6 +127,155 @@ fn variables_of_refused_options_are_not_ignored_in_silence() {
     assert_eq!(output.status.code(), Some(1), "{text}");
     assert!(text.contains("DYN_CHAT_PROCESSOR"), "{text}");
     assert!(text.contains("DYN_ENFORCE_DISAGG"), "{text}");
+}
+
+/// A frontend that serves, ended when dropped.
+struct Serving {
+    child: Child,
+}
+
+impl Serving {
+    /// Starts it, and waits until it listens on every port.
+    fn start(mut command: Command, ports: &[u16]) -> Self {
+        let child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program runs");
+        let mut serving = Self { child };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !ports
+            .iter()
+            .all(|port| TcpStream::connect(("127.0.0.1", *port)).is_ok())
+        {
+            let ended = serving.child.try_wait().expect("its state");
+            assert_eq!(ended, None);
+            assert!(Instant::now() < deadline, "does not listen on {ports:?}");
+            sleep(Duration::from_millis(50));
+        }
+        serving
+    }
+
+    /// Asks it to end and returns its exit code and log.
+    fn terminate(mut self) -> (Option<i32>, String) {
+        let asked = Command::new("kill")
+            .arg(self.child.id().to_string())
+            .status();
+        assert!(asked.expect("kill runs").success());
+        let mut log = String::new();
+        let mut output = self.child.stderr.take().expect("piped");
+        output.read_to_string(&mut log).expect("text");
+        let status = self.child.wait().expect("its end");
+        (status.code(), log)
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A frontend of its own process, with logs that a test can read.
+fn frontend(args: &[&str], variables: &[(&str, &str)]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvdelta-frontend"));
+    command
+        .args(["--discovery-backend=mem", "--http-host=127.0.0.1"])
+        .args(args)
+        .env_clear()
+        .env("DYN_SDK_DISABLE_ANSI_LOGGING", "1")
+        .envs(variables.iter().copied());
+    command
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("its address").port()
+}
+
+#[test]
+fn it_ends_well_when_asked_and_said_its_weight_and_who_gave_it() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    let policy = "worker_selection:\n  decode: tuned\n  instances:\n    - name: tuned\n      \
+                  type: dynamo-default-cost-fn\n      parameters: {}\n";
+    fs::write(file.path(), policy).expect("written");
+    let file = file.path().to_str().expect("text");
+    let flag = "--router-decode-overlap-score-weight=0";
+    let kv = "--router-mode=kv";
+    for (args, variables, source) in [
+        (vec![kv, flag], vec![(WEIGHT, "0")], &flag[..flag.len() - 2]),
+        (vec![kv], vec![(WEIGHT, "0")], WEIGHT),
+        (vec![kv, "--router-policy-config", file], vec![], "not set"),
+        (vec![flag], vec![], "off without --router-mode=kv"),
+    ] {
+        let port = free_port();
+        let mut command = frontend(&args, &variables);
+        command.args(["--http-port", &port.to_string()]);
+        let (code, log) = Serving::start(command, &[port]).terminate();
+        assert_eq!(code, Some(0), "{log}");
+        let line = log.lines().find(|line| line.contains("Frontend starts"));
+        let line = line.unwrap_or_else(|| panic!("{log}"));
+        assert!(line.contains("decode_overlap_score_weight=0"), "{line}");
+        assert!(line.contains(&format!("source=\"{source}\"")), "{line}");
+    }
+}
+
+#[cfg(kvdelta_patched)]
+#[test]
+fn a_weight_of_the_policy_file_is_said_with_the_file() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    let policy = "worker_selection:\n  decode: tuned\n  instances:\n    - name: tuned\n      \
+                  type: dynamo-default-cost-fn\n      parameters:\n        \
+                  decode_overlap_score_weight: 1.5\n";
+    fs::write(file.path(), policy).expect("written");
+    let file = file.path().to_str().expect("text");
+    let port = free_port();
+    let mut command = frontend(&["--router-mode=kv", "--router-policy-config", file], &[]);
+    command.args(["--http-port", &port.to_string()]);
+    let (code, log) = Serving::start(command, &[port]).terminate();
+    assert_eq!(code, Some(0), "{log}");
+    assert!(log.contains("decode_overlap_score_weight=1.5"), "{log}");
+    assert!(log.contains(&format!("source=\"{file}\"")), "{log}");
+}
+
+#[test]
+fn kserve_grpc_has_a_port_of_its_own_for_metrics() {
+    let ports = [free_port(), free_port()];
+    let mut command = frontend(&["--kserve-grpc-server"], &[]);
+    command
+        .args(["--http-port", &ports[0].to_string()])
+        .env("DYN_GRPC_METRICS_PORT", ports[1].to_string());
+    let (code, log) = Serving::start(command, &ports).terminate();
+    assert_eq!(code, Some(0), "{log}");
+}
+
+#[test]
+fn the_limit_of_open_files_is_raised_unless_told_otherwise() {
+    for (variables, soft) in [
+        (vec![], "8192"),
+        (vec![("DYN_FRONTEND_FD_LIMIT_TARGET", "0")], "256"),
+    ] {
+        let port = free_port();
+        let program = frontend(&[], &variables);
+        let mut command = Command::new("/bin/sh");
+        command
+            .args(["-c", "ulimit -Sn 256; exec \"$0\" \"$@\""])
+            .arg(program.get_program())
+            .args(program.get_args())
+            .args(["--http-port", &port.to_string()])
+            .env_clear()
+            .envs(variables);
+        let serving = Serving::start(command, &[port]);
+        let limits = fs::read_to_string(format!("/proc/{}/limits", serving.child.id()));
+        let limits = limits.expect("limits");
+        let line = limits.lines().find(|line| line.contains("open files"));
+        let line = line.expect("a limit of open files");
+        let fields: Vec<_> = line.split_whitespace().collect();
+        let [found, hard] = [fields[3], fields[4]];
+        // A lower hard limit is the most that can be had.
+        assert!(found == soft || found == hard && hard != "256", "{line}");
+    }
 }
 
 #[test]

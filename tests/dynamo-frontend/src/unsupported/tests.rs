@@ -8,7 +8,7 @@ fn pythons_own_options_are_refused_by_name() {
         "-i",
         "--interactive",
         "--no-interactive",
-        "--kserve-grpc-server",
+        "--dump-config-to",
         "--dyn-chat-processor",
         "--ais-system",
         "--aic-backend",
@@ -37,5 +37,7 @@ fn variables_warn_only_when_they_ask_for_something() {
     assert_eq!(warned("DYN_CHAT_PROCESSOR", "vllm"), 1);
     assert_eq!(warned("DYN_CHAT_PROCESSOR", "dynamo"), 0);
     assert_eq!(warned("DYN_DUMP_CONFIG_TO", "/tmp/x"), 1);
+    assert_eq!(warned("DYN_FRONTEND_JEMALLOC", "1"), 1);
+    assert_eq!(warned("DYN_FRONTEND_JEMALLOC", "0"), 0);
     assert_eq!(warnings(|_| None).len(), 0);
 }
