@@ -167,12 +167,26 @@ fn build_environment(cargo: &mut Command, cache: &Cache) -> Result<()> {
     let mut ask = Command::new("cc");
     ask.arg("-print-file-name=include");
     let headers = command::output(ask)?;
+    without_own_package(cargo);
     cargo
         .env("RUSTFLAGS", RUSTFLAGS)
         .env("PROTOC", env::protoc(cache)?)
         .env("LIBCLANG_PATH", env::libclang(cache)?)
         .env("BINDGEN_EXTRA_CLANG_ARGS", format!("-I{}", headers.trim()));
     Ok(())
+}
+
+/// Takes away what `cargo xtask` says of its own package.
+///
+/// Build scripts that watch these variables (ring's does) would run again for every clone, and half
+/// of Dynamo's crates with them.
+fn without_own_package(cargo: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
+            cargo.env_remove(&name);
+        }
+    }
 }
 
 /// Puts the patched crates in place of the registry's.
@@ -216,6 +230,17 @@ fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_build_does_not_know_which_clone_asked_for_it() {
+        let mut env = Command::new("env");
+        without_own_package(&mut env);
+        let variables = command::output(env).unwrap();
+        assert!(std::env::var_os("CARGO_MANIFEST_DIR").is_some());
+        for name in ["CARGO_MANIFEST_DIR=", "CARGO_PKG_NAME="] {
+            assert!(!variables.contains(name), "{variables}");
+        }
+    }
 
     #[test]
     fn an_installed_program_takes_the_place_of_a_running_one() {
