@@ -394,16 +394,15 @@ fn check_mode(mode: Mode, kv: &KvRouterConfig, options: &Options) -> Result<(), 
             }
         }
     }
-    for (wanted, flag) in [
-        (kv.conditional_disagg_enabled, "--router-conditional-disagg"),
-        (
-            overlap.is_some_and(|weight| weight > 0.0),
-            "--router-decode-overlap-score-weight",
-        ),
-    ] {
-        if wanted && !kv.use_kv_events {
-            return Err(refuse(format!("{flag} requires --router-kv-events")));
-        }
+    if kv.conditional_disagg_enabled && !kv.use_kv_events {
+        return Err(refuse(
+            "--router-conditional-disagg requires --router-kv-events",
+        ));
+    }
+    if overlap.is_some_and(|weight| weight > 0.0) && options.kv_switches.load_aware() {
+        return Err(refuse(
+            "--router-decode-overlap-score-weight contradicts --load-aware",
+        ));
     }
     Ok(())
 }

@@ -392,14 +392,9 @@ fn a_bad_weight_in_the_policy_yaml_is_refused_with_file_key_and_value() {
 }
 
 #[test]
-fn the_decode_overlap_weight_needs_kv_events() {
-    let reason = refused(&[
-        "--router-mode=kv",
-        "--no-router-kv-events",
-        "--router-decode-overlap-score-weight=1",
-    ]);
-    assert!(
-        reason.contains("--router-decode-overlap-score-weight"),
-        "{reason}"
-    );
+fn the_decode_overlap_weight_contradicts_load_aware_routing() {
+    let reason = refused(&["--load-aware", "--router-decode-overlap-score-weight=1"]);
+    for part in ["--router-decode-overlap-score-weight", "--load-aware"] {
+        assert!(reason.contains(part), "{reason}");
+    }
 }
