@@ -1,0 +1,689 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Requests over HTTP through a whole frontend: what each worker is sent, what the frontend tells
+//! its replicas, which KV events it subscribes to, what it puts into discovery.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::TcpListener;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use clap::ValueEnum;
+use dynamo_kv_router::protocols::{
+    ActiveSequenceEvent, ActiveSequenceEventBatch, ActiveSequenceEventData,
+};
+use dynamo_llm::entrypoint::input::{Input, run_input};
+use dynamo_llm::entrypoint::{EngineConfig, RouterConfig};
+use dynamo_llm::kv_router::ACTIVE_SEQUENCES_SUBJECT;
+use dynamo_llm::local_model::LocalModelBuilder;
+use dynamo_llm::worker_type::WorkerType;
+use dynamo_runtime::pipeline::RouterMode;
+use dynamo_runtime::transports::event_plane::EventSubscriber;
+use dynamo_runtime::{DistributedRuntime, Runtime};
+use serde_json::{Value, json};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tracing::field::{Field, Visit};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+
+use crate::names::Names;
+use crate::record::Record;
+use crate::settings::Settings;
+use crate::worker::{
+    BLOCK_TOKENS, HELD_IN_DECODE, HELD_IN_PREFILL, Seen, Worker, distributed, endpoint, prompt,
+};
+
+const PREFILL_WORKERS: usize = 3;
+const DECODE_WORKERS: usize = 3;
+const STEPS: usize = 90;
+const PREFIXES: usize = 5;
+/// Equal costs are settled by a draw, so there must be none. Loads of decode workers are sums of
+/// different powers of two, in blocks; those of prefill workers differ by parts of a block.
+const PREFILL_LOADS_TOKENS: [usize; PREFILL_WORKERS] = [1, 19, 46];
+const DECODE_LOADS_BLOCKS: [u32; DECODE_WORKERS] = [0, 1, 2];
+const HELD_BLOCKS: std::ops::Range<u32> = 3..8;
+
+const LIMIT: Duration = Duration::from_secs(30);
+/// KV events are published without an answer.
+const UNTIL_INDEXED: Duration = Duration::from_millis(80);
+/// Fields whose value is a time or a random number.
+const VARYING: [&str; 5] = [
+    "created",
+    "request_timestamp_ms",
+    "handoff_id",
+    "bootstrap_room",
+    "traceparent",
+];
+
+/// How the frontend routes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Routing {
+    /// As by default.
+    Plain,
+    /// With conditional disaggregation.
+    Conditional,
+    /// With session affinity.
+    Sessions,
+}
+
+/// Records a stream of requests.
+pub(crate) fn record(
+    settings: &Settings,
+    routing: Routing,
+    model: &Path,
+    seed: u64,
+    record: &mut Record,
+) -> Result<()> {
+    let subscriptions = Subscriptions::default();
+    tracing_subscriber::registry()
+        .with(subscriptions.clone())
+        .try_init()?;
+    let runtime = Runtime::from_settings()?;
+    runtime.primary().block_on(async {
+        let mut stack = Stack::start(settings, routing, &runtime, model, seed).await?;
+        stack.run(record).await?;
+        stack.end(&subscriptions, record)
+    })
+}
+
+/// What the router logs about KV events, the one place where it says so.
+#[derive(Clone, Debug, Default)]
+struct Subscriptions(Arc<Mutex<Vec<String>>>);
+
+#[derive(Default)]
+struct Fields(BTreeMap<String, String>);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        self.0.insert(field.name().to_owned(), format!("{value:?}"));
+    }
+}
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Subscriptions {
+    fn on_event(&self, event: &tracing::Event<'_>, _: tracing_subscriber::layer::Context<'_, S>) {
+        if !event
+            .metadata()
+            .target()
+            .starts_with("dynamo_llm::kv_router")
+        {
+            return;
+        }
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        let message = fields.0.get("message").map_or("", String::as_str);
+        if message.contains("KV event subscription") || message.contains("KV event ingress") {
+            let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            seen.push(format!("{:?}", fields.0));
+        }
+    }
+}
+
+/// A deployment in this process: workers, a frontend, and a replica that only listens.
+struct Stack {
+    random: fastrand::Rng,
+    names: Names,
+    folder: tempfile::TempDir,
+    workers: Vec<Worker>,
+    seen: mpsc::UnboundedReceiver<Seen>,
+    release: watch::Sender<BTreeSet<u32>>,
+    events: mpsc::UnboundedReceiver<(WorkerType, ActiveSequenceEvent)>,
+    client: reqwest::Client,
+    address: String,
+    prefixes: Vec<Vec<u32>>,
+    requests: usize,
+    held: Vec<Held>,
+    routing: Routing,
+}
+
+/// A request that a decode worker does not answer yet.
+struct Held {
+    number: u32,
+    id: String,
+    answer: JoinHandle<Result<Value>>,
+}
+
+/// What a request asks for besides its prompt.
+#[derive(Default)]
+struct Asks {
+    headers: Vec<(&'static str, String)>,
+    extra_fields: bool,
+}
+
+impl Stack {
+    async fn start(
+        settings: &Settings,
+        routing: Routing,
+        runtime: &Runtime,
+        model: &Path,
+        seed: u64,
+    ) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let (saw, seen) = mpsc::unbounded_channel();
+        let (release, released) = watch::channel(BTreeSet::new());
+        let mut names = Names::default();
+        names.text(model.display().to_string(), "model");
+        let mut workers = Vec::new();
+        for (role, count) in [
+            (WorkerType::Prefill, PREFILL_WORKERS),
+            (WorkerType::Decode, DECODE_WORKERS),
+        ] {
+            for number in 0..count {
+                let worker = Worker::start(
+                    distributed(runtime, folder.path()).await?,
+                    role,
+                    number,
+                    model,
+                    saw.clone(),
+                    released.clone(),
+                )
+                .await?;
+                names.number(worker.id, &worker.name);
+                workers.push(worker);
+            }
+        }
+        let replica = distributed(runtime, folder.path()).await?;
+        names.number(replica.connection_id(), "replica");
+        let events = listen(&replica).await?;
+
+        let frontend = distributed(runtime, folder.path()).await?;
+        names.number(frontend.connection_id(), "frontend");
+        let port = free_port()?;
+        serve(frontend, router(settings, routing), port).await?;
+        Ok(Self {
+            random: fastrand::Rng::with_seed(seed),
+            names,
+            folder,
+            workers,
+            seen,
+            release,
+            events,
+            client: reqwest::Client::new(),
+            address: format!("http://127.0.0.1:{port}"),
+            prefixes: Vec::new(),
+            requests: 0,
+            held: Vec::new(),
+            routing,
+        })
+    }
+
+    async fn run(&mut self, record: &mut Record) -> Result<()> {
+        self.wait_until_served().await?;
+        for _ in 0..PREFIXES {
+            let blocks = self.random.usize(6..40);
+            let prefix = self.tokens(blocks * BLOCK_TOKENS as usize);
+            self.prefixes.push(prefix);
+        }
+        self.load_workers(record).await?;
+        for step in 0..STEPS {
+            let held = self.held.len();
+            match self.random.usize(0..100) {
+                0..20 if held < HELD_BLOCKS.len() => self.hold(record).await?,
+                20..35 if held > 0 => self.release_one(record).await?,
+                _ => self.ask(step, record).await?,
+            }
+        }
+        while !self.held.is_empty() {
+            self.release_one(record).await?;
+        }
+        Ok(())
+    }
+
+    /// Ends the deployment and records what is left to say.
+    fn end(self, subscriptions: &Subscriptions, record: &mut Record) -> Result<()> {
+        let mut seen = subscriptions
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        seen.sort();
+        for subscription in seen {
+            record.line("subscription", self.names.in_text(&subscription))?;
+        }
+        let mut keys = BTreeSet::new();
+        collect_keys(self.folder.path(), self.folder.path(), &mut keys)?;
+        let keys: BTreeSet<_> = keys.iter().map(|key| self.key(key)).collect();
+        for key in keys {
+            record.line("discovery", key)?;
+        }
+        for worker in &self.workers {
+            worker.stop();
+        }
+        Ok(())
+    }
+
+    /// A key of discovery with names in place of ids.
+    fn key(&self, key: &str) -> String {
+        self.names
+            .in_text(key)
+            .split('/')
+            .map(|part| if is_id(part) { "<id>" } else { part })
+            .collect::<Vec<_>>()
+            .join("/")
+    }
+
+    /// Asks until the frontend has found all workers and the replica hears of both pools.
+    async fn wait_until_served(&mut self) -> Result<()> {
+        let deadline = Instant::now() + LIMIT;
+        let mut heard = BTreeSet::new();
+        let mut reached = BTreeSet::new();
+        let mut last = String::new();
+        while heard.len() < 2 || reached.len() < self.workers.len() {
+            ensure!(
+                Instant::now() < deadline,
+                "after {LIMIT:?} the frontend served {reached:?}, the replica heard of {heard:?}; \
+                 last answer: {last}"
+            );
+            for number in 0..DECODE_WORKERS {
+                let asks = Asks {
+                    headers: self.pins(Some(number), Some(number)),
+                    ..Asks::default()
+                };
+                let prompt = self.tokens(3);
+                match self.post(prompt, asks).await? {
+                    Ok(_) => {}
+                    Err(error) => last = error.to_string(),
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            while let Ok(seen) = self.seen.try_recv() {
+                reached.insert(seen.worker);
+            }
+            while let Ok((role, _)) = self.events.try_recv() {
+                heard.insert(role.as_str());
+            }
+        }
+        // What came late of the last answers.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        while self.seen.try_recv().is_ok() {}
+        while self.events.try_recv().is_ok() {}
+        Ok(())
+    }
+
+    /// Gives every worker a load of its own that stays.
+    async fn load_workers(&mut self, record: &mut Record) -> Result<()> {
+        for (number, tokens) in PREFILL_LOADS_TOKENS.into_iter().enumerate() {
+            let mut prompt = self.tokens(tokens - 1);
+            prompt.push(HELD_IN_PREFILL + number as u32);
+            let asks = Asks {
+                headers: self.pins(Some(number), None),
+                ..Asks::default()
+            };
+            drop(tokio::spawn(self.post(prompt, asks)));
+            self.next_of(WorkerType::Prefill, record).await?;
+        }
+        for (number, power) in DECODE_LOADS_BLOCKS.into_iter().enumerate() {
+            let mut prompt = self.tokens((BLOCK_TOKENS << power) as usize);
+            prompt.push(HELD_IN_DECODE + number as u32);
+            let asks = Asks {
+                headers: self.pins(None, Some(number)),
+                ..Asks::default()
+            };
+            drop(tokio::spawn(self.post(prompt, asks)));
+            self.next_of(WorkerType::Decode, record).await?;
+        }
+        Ok(())
+    }
+
+    /// A request that is answered at once.
+    async fn ask(&mut self, step: usize, record: &mut Record) -> Result<()> {
+        let prompt = self.prompt(60);
+        let mut asks = Asks {
+            extra_fields: step % 2 == 0,
+            ..Asks::default()
+        };
+        let (some_prefill, some_decode) = (
+            self.random.usize(..PREFILL_WORKERS),
+            self.random.usize(..DECODE_WORKERS),
+        );
+        match self.random.usize(0..100) {
+            0..8 => asks.headers = self.pins(None, Some(some_decode)),
+            8..16 => asks.headers = self.pins(Some(some_prefill), None),
+            16..20 => asks.headers = self.pins(Some(some_prefill), Some(some_decode)),
+            20..28 => asks
+                .headers
+                .push(("x-dynamo-request-priority", "3".to_owned())),
+            28..60 if self.routing == Routing::Sessions => {
+                let session = format!("session-{}", self.random.usize(..4));
+                asks.headers.push(("x-dynamo-session-id", session));
+            }
+            _ => {}
+        }
+        let answer = self.post(prompt, asks).await??;
+        self.settle(1, record).await?;
+        record.line("answer", self.named(&answer))
+    }
+
+    /// A request that its decode worker keeps.
+    async fn hold(&mut self, record: &mut Record) -> Result<()> {
+        let free = HELD_BLOCKS
+            .map(|power| HELD_IN_DECODE + power)
+            .find(|number| self.held.iter().all(|held| held.number != *number))
+            .context("every size is held already")?;
+        let tokens = (BLOCK_TOKENS << (free - HELD_IN_DECODE)) as usize;
+        let mut prompt = self.prompt(60);
+        prompt.truncate(tokens);
+        let rest = self.tokens(tokens - prompt.len());
+        prompt.extend(rest);
+        prompt.push(free);
+        let answer = self.post(prompt, Asks::default());
+        let answer = tokio::spawn(async move { answer.await? });
+        let id = self.next_of(WorkerType::Decode, record).await?;
+        self.held.push(Held {
+            number: free,
+            id,
+            answer,
+        });
+        Ok(())
+    }
+
+    /// Lets a decode worker answer a request that it kept.
+    async fn release_one(&mut self, record: &mut Record) -> Result<()> {
+        let held = self.held.remove(self.random.usize(..self.held.len()));
+        self.release.send_modify(|released| {
+            released.insert(held.number);
+        });
+        let answer = held.answer.await??;
+        let mut freed = false;
+        while !freed {
+            let (role, event) = self.event().await?;
+            freed = role == WorkerType::Decode
+                && event.request_id == held.id
+                && matches!(event.data, ActiveSequenceEventData::Free);
+            record.line("event", self.event_line(role, &event)?)?;
+        }
+        self.release.send_modify(|released| {
+            released.remove(&held.number);
+        });
+        record.line("answer", self.named(&answer))
+    }
+
+    /// Waits until a worker of the role holds the next request; its id.
+    async fn next_of(&mut self, role: WorkerType, record: &mut Record) -> Result<String> {
+        loop {
+            let seen = tokio::time::timeout(LIMIT, self.seen.recv())
+                .await
+                .context("no worker got the request")?
+                .context("the workers ended")?;
+            let reached = seen.worker.starts_with(role.as_str());
+            self.sent(seen, record)?;
+            if reached {
+                break;
+            }
+        }
+        let mut events = Vec::new();
+        let id = loop {
+            let (of, event) = self.event().await?;
+            let added = matches!(event.data, ActiveSequenceEventData::AddRequest { .. });
+            let id = (of == role && added).then(|| event.request_id.clone());
+            events.push((of, event));
+            if let Some(id) = id {
+                break id;
+            }
+        };
+        self.rest_of_events(&mut events).await;
+        self.write_events(events, record)?;
+        tokio::time::sleep(UNTIL_INDEXED).await;
+        Ok(id)
+    }
+
+    /// Waits until all of `requests` that were answered are booked out, and records their way.
+    async fn settle(&mut self, requests: usize, record: &mut Record) -> Result<()> {
+        let mut events = Vec::new();
+        let mut decoded = 0;
+        while decoded < requests {
+            let (role, event) = self.event().await?;
+            let freed = matches!(event.data, ActiveSequenceEventData::Free);
+            decoded += usize::from(freed && role == WorkerType::Decode);
+            events.push((role, event));
+        }
+        self.rest_of_events(&mut events).await;
+        let mut got = Vec::new();
+        while let Ok(seen) = self.seen.try_recv() {
+            got.push(seen);
+        }
+        for seen in got {
+            self.sent(seen, record)?;
+        }
+        self.write_events(events, record)?;
+        tokio::time::sleep(UNTIL_INDEXED).await;
+        Ok(())
+    }
+
+    /// Records a request as a worker got it; the worker then has its blocks.
+    fn sent(&mut self, seen: Seen, record: &mut Record) -> Result<()> {
+        record.line("choice", &seen.worker)?;
+        let request = self.names.in_value(&seen.request, &VARYING);
+        record.line("request", json!([seen.worker, request]))?;
+        let worker = self
+            .workers
+            .iter()
+            .find(|worker| worker.name == seen.worker)
+            .context("an unknown worker got a request")?;
+        worker.store(&prompt(&seen.request)?)
+    }
+
+    async fn event(&mut self) -> Result<(WorkerType, ActiveSequenceEvent)> {
+        tokio::time::timeout(LIMIT, self.events.recv())
+            .await
+            .context("the frontend told its replicas nothing")?
+            .context("the replica ended")
+    }
+
+    /// Events of the two pools travel apart; waits until each add of a prefill worker is freed.
+    async fn rest_of_events(&mut self, events: &mut Vec<(WorkerType, ActiveSequenceEvent)>) {
+        while let Ok(Some(event)) = tokio::time::timeout(UNTIL_INDEXED, self.events.recv()).await {
+            events.push(event);
+        }
+    }
+
+    /// Records events by pool: their order between pools is that of two sockets.
+    fn write_events(
+        &mut self,
+        mut events: Vec<(WorkerType, ActiveSequenceEvent)>,
+        record: &mut Record,
+    ) -> Result<()> {
+        events.sort_by_key(|(role, _)| *role != WorkerType::Prefill);
+        for (role, event) in events {
+            record.line("event", self.event_line(role, &event)?)?;
+        }
+        Ok(())
+    }
+
+    /// An event with names in it. Requests are named in the order in which they are first told of.
+    fn event_line(&mut self, role: WorkerType, event: &ActiveSequenceEvent) -> Result<Value> {
+        let named = self.names.in_text(&event.request_id);
+        if named == event.request_id {
+            self.requests += 1;
+            let name = format!("request {}", self.requests);
+            self.names.text(&event.request_id, name);
+        }
+        let mut value = self.names.in_value(&serde_json::to_value(event)?, &VARYING);
+        // Where reuse is not assumed the hashes are random: their number is what counts.
+        if role == WorkerType::Decode
+            && let Some(hashes) = value.pointer_mut("/data/AddRequest/token_sequence")
+            && let Some(blocks) = hashes.as_array().map(Vec::len)
+        {
+            *hashes = format!("<{blocks} random hashes>").into();
+        }
+        Ok(json!([role, value]))
+    }
+
+    fn named(&self, answer: &Value) -> Value {
+        let mut answer = self.names.in_value(answer, &VARYING);
+        if let Some(id) = answer.get_mut("id") {
+            *id = "<id>".into();
+        }
+        answer
+    }
+
+    fn pins(&self, prefill: Option<usize>, decode: Option<usize>) -> Vec<(&'static str, String)> {
+        let id = |role: WorkerType, number: usize| {
+            let name = format!("{} {number}", role.as_str());
+            let worker = self.workers.iter().find(|worker| worker.name == name);
+            worker.map(|worker| worker.id.to_string())
+        };
+        let prefill = prefill.and_then(|number| id(WorkerType::Prefill, number));
+        let decode = decode.and_then(|number| id(WorkerType::Decode, number));
+        prefill
+            .map(|id| ("x-dynamo-prefill-instance-id", id))
+            .into_iter()
+            .chain(decode.map(|id| ("x-dynamo-worker-instance-id", id)))
+            .collect()
+    }
+
+    /// Sends a request; the outer error says that the frontend cannot be reached.
+    fn post(
+        &self,
+        prompt: Vec<u32>,
+        asks: Asks,
+    ) -> impl Future<Output = Result<Result<Value>>> + Send + 'static {
+        let mut body = json!({
+            "model": "recorded",
+            "prompt": prompt,
+            "max_tokens": 3,
+            "stream": false,
+        });
+        if asks.extra_fields {
+            body["nvext"] = json!({ "extra_fields": ["worker_id"] });
+        }
+        let mut post = self
+            .client
+            .post(format!("{}/v1/completions", self.address))
+            .json(&body);
+        for (name, value) in asks.headers {
+            post = post.header(name, value);
+        }
+        async move {
+            let Ok(answer) = post.send().await else {
+                return Ok(Err(anyhow::anyhow!("no frontend listens yet")));
+            };
+            let status = answer.status();
+            let text = answer.text().await?;
+            if !status.is_success() {
+                return Ok(Err(anyhow::anyhow!("{status}: {text}")));
+            }
+            Ok(Ok(serde_json::from_str(&text)?))
+        }
+    }
+
+    /// A prompt that begins like others.
+    fn prompt(&mut self, most: usize) -> Vec<u32> {
+        let prefix = self.random.choice(&self.prefixes).cloned();
+        let mut prompt = prefix.unwrap_or_default();
+        let rest = self.random.usize(1..most);
+        prompt.extend(self.tokens(rest));
+        prompt
+    }
+
+    fn tokens(&mut self, count: usize) -> Vec<u32> {
+        (0..count)
+            .map(|_| self.random.u32(100..HELD_IN_DECODE))
+            .collect()
+    }
+}
+
+/// Starts the frontend in the background.
+async fn serve(frontend: DistributedRuntime, router: RouterConfig, port: u16) -> Result<()> {
+    let model = LocalModelBuilder::default()
+        .http_host(Some("127.0.0.1".to_owned()))
+        .http_port(port)
+        .router_config(Some(router))
+        .build()
+        .await?;
+    let engine = EngineConfig::Dynamic {
+        model: Box::new(model),
+        chat_engine_factory: None,
+        prefill_load_estimator: None,
+    };
+    tokio::spawn(async move {
+        if let Err(error) = run_input(frontend, Input::Http, engine).await {
+            eprintln!("the frontend ended: {error:#}");
+        }
+    });
+    Ok(())
+}
+
+fn router(settings: &Settings, routing: Routing) -> RouterConfig {
+    let mut config = settings.config();
+    config.router_replica_sync = true;
+    if routing == Routing::Conditional {
+        config.conditional_disagg_enabled = true;
+        config.conditional_disagg_eff_isl_threshold = 24;
+        config.conditional_disagg_eff_isl_ratio_threshold = 0.9;
+        // Decode workers are compared by overlap too, which whole numbers would let be equal.
+        config.overlap_score_credit = 0.8713;
+    }
+    let mut router = RouterConfig::new(RouterMode::KV, config);
+    if routing == Routing::Sessions {
+        router.session_affinity_ttl_secs = Some(600);
+    }
+    router
+}
+
+/// Listens as another frontend would.
+async fn listen(
+    replica: &DistributedRuntime,
+) -> Result<mpsc::UnboundedReceiver<(WorkerType, ActiveSequenceEvent)>> {
+    let (heard, events) = mpsc::unbounded_channel();
+    for role in [WorkerType::Prefill, WorkerType::Decode] {
+        let endpoint = endpoint(replica, role)?;
+        let mut batches = EventSubscriber::for_endpoint(&endpoint, ACTIVE_SEQUENCES_SUBJECT)
+            .await?
+            .typed::<ActiveSequenceEventBatch>();
+        let heard = heard.clone();
+        tokio::spawn(async move {
+            while let Some(Ok((_, batch))) = batches.next().await {
+                for event in batch.events {
+                    if heard.send((role, event)).is_err() {
+                        return;
+                    }
+                }
+            }
+        });
+    }
+    Ok(events)
+}
+
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+/// The names of all files below `folder`.
+fn collect_keys(root: &Path, folder: &Path, keys: &mut BTreeSet<String>) -> Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            collect_keys(root, &path, keys)?;
+        } else {
+            keys.insert(path.strip_prefix(root)?.display().to_string());
+        }
+    }
+    Ok(())
+}
+
+/// Whether a part of a key is a number that Dynamo drew.
+fn is_id(part: &str) -> bool {
+    part.len() >= 8 && part.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drawn_numbers_in_keys_are_told_from_words() {
+        assert!(is_id("6f1a2b3c4d5e6f70"));
+        for word in [
+            "decode",
+            "generate",
+            "v1",
+            "active_sequences_events",
+            "feed",
+        ] {
+            assert!(!is_id(word), "{word}");
+        }
+    }
+}
