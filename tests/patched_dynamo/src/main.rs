@@ -38,6 +38,8 @@ enum Command {
     Cards {
         #[command(flatten)]
         options: Options,
+        #[command(flatten)]
+        model: Model,
         /// Folder for the cards.
         #[arg(long)]
         cards: PathBuf,
@@ -46,6 +48,8 @@ enum Command {
     Stack {
         #[command(flatten)]
         options: Options,
+        #[command(flatten)]
+        model: Model,
         /// How the frontend routes.
         #[arg(long)]
         routing: Routing,
@@ -62,13 +66,17 @@ enum Command {
 }
 
 #[derive(Debug, Args)]
+struct Model {
+    /// Folder of a tiny model, made when it is not there: the same for all runs to compare.
+    #[arg(long = "model")]
+    folder: PathBuf,
+}
+
+#[derive(Debug, Args)]
 struct Options {
     /// The record.
     #[arg(long)]
     out: PathBuf,
-    /// Folder of a tiny model, made when it is not there: the same for all runs to compare.
-    #[arg(long)]
-    model: PathBuf,
     /// The weight as a field of the router's configuration; patched builds only.
     #[arg(long)]
     weight: Option<f64>,
@@ -101,21 +109,24 @@ fn run(command: Command) -> Result<Lines> {
             record = Record::create(&options.out)?;
             scheduler::record(&settings, options.seed, &mut record)?;
         }
-        Command::Cards { options, cards } => {
+        Command::Cards {
+            options,
+            model,
+            cards,
+        } => {
             let settings = options.settings()?;
             record = Record::create(&options.out)?;
-            cards::write(&settings, &options.model, &cards, &mut record)?;
+            let model = settings::write_model(&model.folder)?;
+            cards::write(&settings, &model, &cards, &mut record)?;
         }
-        Command::Stack { options, routing } => {
+        Command::Stack {
+            options,
+            model,
+            routing,
+        } => {
             let settings = options.settings()?;
             record = Record::create(&options.out)?;
-            stack::record(
-                &settings,
-                routing,
-                &options.model,
-                options.seed,
-                &mut record,
-            )?;
+            stack::record(&settings, routing, &model.folder, options.seed, &mut record)?;
         }
         Command::ReadCards { cards, out } => {
             record = Record::create(&out)?;
@@ -129,7 +140,6 @@ impl Options {
     fn settings(&self) -> Result<Settings> {
         let settings = Settings::new(self.weight, self.policy.as_deref())?;
         settings.install_policies()?;
-        settings::write_model(&self.model)?;
         Ok(settings)
     }
 }

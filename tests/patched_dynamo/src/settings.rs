@@ -79,10 +79,10 @@ pub(crate) fn set_weight(
     bail!("--weight {weight}: this build has no such field, being of unpatched crates")
 }
 
-/// Writes a model without weights whose tokens are words, unless it is there.
-pub(crate) fn write_model(folder: &Path) -> Result<()> {
+/// Writes a model without weights whose tokens are words, unless it is there; its whole path.
+pub(crate) fn write_model(folder: &Path) -> Result<PathBuf> {
     if folder.exists() {
-        return Ok(());
+        return Ok(folder.canonicalize()?);
     }
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let vocabulary: serde_json::Map<_, _> = (0..VOCABULARY)
@@ -137,5 +137,5 @@ pub(crate) fn write_model(folder: &Path) -> Result<()> {
         fs::write(&path, content.to_string())
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
-    Ok(())
+    Ok(folder.canonicalize()?)
 }

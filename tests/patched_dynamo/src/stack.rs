@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::ValueEnum;
 use dynamo_kv_router::protocols::{
     ActiveSequenceEvent, ActiveSequenceEventBatch, ActiveSequenceEventData,
@@ -242,9 +242,12 @@ impl Stack {
         for subscription in seen {
             record.line("subscription", self.names.in_text(&subscription))?;
         }
-        let mut keys = BTreeSet::new();
+        let mut keys = Vec::new();
         collect_keys(self.folder.path(), self.folder.path(), &mut keys)?;
-        let keys: BTreeSet<_> = keys.iter().map(|key| self.key(key)).collect();
+        for key in &mut keys {
+            *key = without_drawn_numbers(&self.names.in_text(key));
+        }
+        keys.sort();
         for key in keys {
             record.line("discovery", key)?;
         }
@@ -252,16 +255,6 @@ impl Stack {
             worker.stop();
         }
         Ok(())
-    }
-
-    /// A key of discovery with names in place of ids.
-    fn key(&self, key: &str) -> String {
-        self.names
-            .in_text(key)
-            .split('/')
-            .map(|part| if is_id(part) { "<id>" } else { part })
-            .collect::<Vec<_>>()
-            .join("/")
     }
 
     /// Asks until the frontend has found all workers and the replica hears of both pools.
@@ -281,8 +274,8 @@ impl Stack {
                     headers: self.pins(Some(number), Some(number)),
                     ..Asks::default()
                 };
-                let prompt = self.tokens(3);
-                match self.post(prompt, asks).await? {
+                // No draw: how often it asks differs.
+                match self.post(vec![100, 101, 102], asks).await? {
                     Ok(_) => {}
                     Err(error) => last = error.to_string(),
                 }
@@ -311,18 +304,20 @@ impl Stack {
                 headers: self.pins(Some(number), None),
                 ..Asks::default()
             };
-            drop(tokio::spawn(self.post(prompt, asks)));
-            self.next_of(WorkerType::Prefill, record).await?;
+            let mut answer = self.send(prompt, asks);
+            self.next_of(WorkerType::Prefill, &mut answer, record)
+                .await?;
         }
         for (number, power) in DECODE_LOADS_BLOCKS.into_iter().enumerate() {
             let mut prompt = self.tokens((BLOCK_TOKENS << power) as usize);
             prompt.push(HELD_IN_DECODE + number as u32);
             let asks = Asks {
-                headers: self.pins(None, Some(number)),
+                headers: self.pins(Some(number), Some(number)),
                 ..Asks::default()
             };
-            drop(tokio::spawn(self.post(prompt, asks)));
-            self.next_of(WorkerType::Decode, record).await?;
+            let mut answer = self.send(prompt, asks);
+            self.next_of(WorkerType::Decode, &mut answer, record)
+                .await?;
         }
         Ok(())
     }
@@ -351,9 +346,14 @@ impl Stack {
             }
             _ => {}
         }
-        let answer = self.post(prompt, asks).await??;
-        self.settle(1, record).await?;
-        record.line("answer", self.named(&answer))
+        match self.post(prompt, asks).await? {
+            Ok(answer) => {
+                self.settle(record).await?;
+                record.line("answer", self.named(&answer))
+            }
+            // A refusal is an outcome too, such as that of a decode worker pinned alone.
+            Err(error) => record.line("answer", self.names.in_text(&error.to_string())),
+        }
     }
 
     /// A request that its decode worker keeps.
@@ -368,9 +368,10 @@ impl Stack {
         let rest = self.tokens(tokens - prompt.len());
         prompt.extend(rest);
         prompt.push(free);
-        let answer = self.post(prompt, Asks::default());
-        let answer = tokio::spawn(async move { answer.await? });
-        let id = self.next_of(WorkerType::Decode, record).await?;
+        let mut answer = self.send(prompt, Asks::default());
+        let id = self
+            .next_of(WorkerType::Decode, &mut answer, record)
+            .await?;
         self.held.push(Held {
             number: free,
             id,
@@ -400,13 +401,22 @@ impl Stack {
         record.line("answer", self.named(&answer))
     }
 
-    /// Waits until a worker of the role holds the next request; its id.
-    async fn next_of(&mut self, role: WorkerType, record: &mut Record) -> Result<String> {
+    /// Waits until a worker of the role holds the request that `answer` is for; its id.
+    async fn next_of(
+        &mut self,
+        role: WorkerType,
+        answer: &mut JoinHandle<Result<Value>>,
+        record: &mut Record,
+    ) -> Result<String> {
         loop {
-            let seen = tokio::time::timeout(LIMIT, self.seen.recv())
-                .await
-                .context("no worker got the request")?
-                .context("the workers ended")?;
+            let seen = tokio::select! {
+                seen = self.seen.recv() => seen.context("the workers ended")?,
+                answer = &mut *answer => {
+                    let answer = answer?.context("a request to be held was refused")?;
+                    bail!("a request to be held was answered: {answer}");
+                }
+                () = tokio::time::sleep(LIMIT) => bail!("no worker got a request to be held"),
+            };
             let reached = seen.worker.starts_with(role.as_str());
             self.sent(seen, record)?;
             if reached {
@@ -429,14 +439,14 @@ impl Stack {
         Ok(id)
     }
 
-    /// Waits until all of `requests` that were answered are booked out, and records their way.
-    async fn settle(&mut self, requests: usize, record: &mut Record) -> Result<()> {
+    /// Waits until the request that was answered is booked out, and records its way.
+    async fn settle(&mut self, record: &mut Record) -> Result<()> {
         let mut events = Vec::new();
-        let mut decoded = 0;
-        while decoded < requests {
+        let mut freed = false;
+        while !freed {
             let (role, event) = self.event().await?;
-            let freed = matches!(event.data, ActiveSequenceEventData::Free);
-            decoded += usize::from(freed && role == WorkerType::Decode);
+            freed =
+                role == WorkerType::Decode && matches!(event.data, ActiveSequenceEventData::Free);
             events.push((role, event));
         }
         self.rest_of_events(&mut events).await;
@@ -532,6 +542,12 @@ impl Stack {
             .into_iter()
             .chain(decode.map(|id| ("x-dynamo-worker-instance-id", id)))
             .collect()
+    }
+
+    /// Sends a request whose answer is not waited for.
+    fn send(&self, prompt: Vec<u32>, asks: Asks) -> JoinHandle<Result<Value>> {
+        let answer = self.post(prompt, asks);
+        tokio::spawn(async move { answer.await? })
     }
 
     /// Sends a request; the outer error says that the frontend cannot be reached.
@@ -652,21 +668,34 @@ fn free_port() -> Result<u16> {
 }
 
 /// The names of all files below `folder`.
-fn collect_keys(root: &Path, folder: &Path, keys: &mut BTreeSet<String>) -> Result<()> {
+fn collect_keys(root: &Path, folder: &Path, keys: &mut Vec<String>) -> Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let path = entry?.path();
         if path.is_dir() {
             collect_keys(root, &path, keys)?;
         } else {
-            keys.insert(path.strip_prefix(root)?.display().to_string());
+            keys.push(path.strip_prefix(root)?.display().to_string());
         }
     }
     Ok(())
 }
 
-/// Whether a part of a key is a number that Dynamo drew.
-fn is_id(part: &str) -> bool {
-    part.len() >= 8 && part.bytes().all(|byte| byte.is_ascii_hexdigit())
+/// A key of discovery, readable, with `<id>` in place of each number that Dynamo drew.
+fn without_drawn_numbers(key: &str) -> String {
+    key.replace("%2F", "/")
+        .replace("%5F", "_")
+        .replace("%2D", "-")
+        .split_inclusive(['/', '_', '-'])
+        .map(|part| {
+            let word = part.trim_end_matches(['/', '_', '-']);
+            let drawn = word.len() >= 10 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
+            if drawn {
+                format!("<id>{}", &part[word.len()..])
+            } else {
+                part.to_owned()
+            }
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -675,15 +704,13 @@ mod tests {
 
     #[test]
     fn drawn_numbers_in_keys_are_told_from_words() {
-        assert!(is_id("6f1a2b3c4d5e6f70"));
-        for word in [
-            "decode",
-            "generate",
-            "v1",
-            "active_sequences_events",
-            "feed",
-        ] {
-            assert!(!is_id(word), "{word}");
-        }
+        assert_eq!(
+            without_drawn_numbers(
+                "v1/instances/recorded%2Fdecode%2Fkv%5Fquery%5F10ac6aad29d102%2F<decode 0>"
+            ),
+            "v1/instances/recorded/decode/kv_query_<id>/<decode 0>"
+        );
+        let plain = "v1/event_channels/topic/active_sequences_events/decode/feed";
+        assert_eq!(without_drawn_numbers(plain), plain);
     }
 }
