@@ -9,7 +9,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result};
 use clap::Args;
 
-use crate::cache::{Cache, project_root};
+use crate::cache::{Cache, Key, project_root};
 use crate::command;
 use crate::env;
 use crate::patch;
@@ -85,9 +85,7 @@ pub(crate) fn folder() -> PathBuf {
 
 /// The built frontend, from the cache if nothing that goes into it has changed.
 pub(crate) fn build(cache: &Cache, profile: Profile) -> Result<PathBuf> {
-    let mut key = patch::key()?
-        .part("rustc", rustc_version()?.as_bytes())
-        .part("rustflags", RUSTFLAGS.as_bytes())
+    let mut key = build_key(patch::key()?)?
         .file(&folder().join("Cargo.toml"))?
         .file(&folder().join("Cargo.lock"))?
         .file(&folder().join("build.rs"))?;
@@ -116,6 +114,13 @@ pub(crate) fn build(cache: &Cache, profile: Profile) -> Result<PathBuf> {
         Ok(())
     })?;
     Ok(entry.join(NAME))
+}
+
+/// `key` with the compiler and its flags.
+pub(crate) fn build_key(key: Key) -> Result<Key> {
+    Ok(key
+        .part("rustc", rustc_version()?.as_bytes())
+        .part("rustflags", RUSTFLAGS.as_bytes()))
 }
 
 /// A cargo command on the frontend's workspace with the patched crates in place of the registry's.
@@ -159,7 +164,7 @@ pub(crate) fn patched_test(cache: &Cache, name: &str, arguments: &[&str]) -> Res
 }
 
 /// The tools that builds of Dynamo's crates call, none of them system-wide.
-fn build_environment(cargo: &mut Command, cache: &Cache) -> Result<()> {
+pub(crate) fn build_environment(cargo: &mut Command, cache: &Cache) -> Result<()> {
     let mut cxx = Command::new("g++");
     cxx.arg("--version");
     command::output(cxx).context("Dynamo's crates contain C++: install g++")?;
@@ -190,7 +195,7 @@ fn without_own_package(cargo: &mut Command) {
 }
 
 /// Puts the patched crates in place of the registry's.
-fn patch_registry(cargo: &mut Command, pins: &Pins, patched: &Path) {
+pub(crate) fn patch_registry(cargo: &mut Command, pins: &Pins, patched: &Path) {
     for pin in &pins.crates {
         cargo.arg("--config").arg(format!(
             "patch.crates-io.{}.path={:?}",
@@ -200,7 +205,8 @@ fn patch_registry(cargo: &mut Command, pins: &Pins, patched: &Path) {
     }
 }
 
-fn target(cache: &Cache) -> Result<PathBuf> {
+/// The build folder that all builds of Dynamo's crates share.
+pub(crate) fn target(cache: &Cache) -> Result<PathBuf> {
     cache.folder("target/frontend")
 }
 
@@ -211,7 +217,7 @@ fn rustc_version() -> Result<String> {
 }
 
 /// Every file under `folder`, sorted.
-fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let entries =
         fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;

@@ -15,6 +15,7 @@ mod patch;
 mod progress;
 mod report;
 mod test;
+mod unchanged;
 mod upstream;
 mod workload;
 

@@ -16,6 +16,7 @@ use crate::interrupt;
 use crate::patch;
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Report};
+use crate::unchanged;
 
 /// The engine test accepts this much above "every prefix once".
 const TOLERANCE: f64 = 0.05;
@@ -39,7 +40,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 8] = [
+const PARTS: [Part; 9] = [
     Part {
         name: "format",
         heavy: false,
@@ -74,6 +75,11 @@ const PARTS: [Part; 8] = [
         name: "lints and tests of the frontend",
         heavy: true,
         run: frontend_tests,
+    },
+    Part {
+        name: "off equals unpatched",
+        heavy: true,
+        run: unchanged::check,
     },
     Part {
         name: "real engines",
@@ -130,9 +136,12 @@ fn cargo(arguments: &[&str]) -> Command {
 
 fn format(_: &Cache) -> Result<()> {
     shown_run(cargo(&["fmt", "--all", "--check"]))?;
-    let mut frontend = cargo(&["fmt", "--check"]);
-    frontend.current_dir(frontend::folder());
-    shown_run(frontend)
+    for folder in [frontend::folder(), unchanged::folder()] {
+        let mut apart = cargo(&["fmt", "--check"]);
+        apart.current_dir(folder);
+        shown_run(apart)?;
+    }
+    Ok(())
 }
 
 fn lints(_: &Cache) -> Result<()> {
