@@ -10,8 +10,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use dynamo_kv_router::config::RouterConfigOverride;
 use dynamo_kv_router::protocols::{
-    ActiveSequenceEvent, BlockHashOptions, RoutingConstraints, WorkerAffinityTarget, WorkerId,
-    WorkerWithDpRank,
+    ActiveSequenceEvent, ActiveSequenceEventData, BlockHashOptions, RoutingConstraints,
+    WorkerAffinityTarget, WorkerId, WorkerWithDpRank,
 };
 use dynamo_kv_router::scheduling::overlap::OverlapSignals;
 use dynamo_kv_router::scheduling::{
@@ -213,6 +213,7 @@ struct History {
     config: KvRouterConfig,
     random: fastrand::Rng,
     published: Published,
+    slots: Arc<ActiveSequencesMultiWorker<Published>>,
     scheduler: Arc<Scheduler>,
     inputs: WorkerInputs,
     pool: watch::Sender<HashMap<WorkerId, Worker>>,
@@ -221,6 +222,8 @@ struct History {
     arrivals: u64,
     waiting: Vec<(String, JoinHandle<Scheduled>)>,
     running: Vec<String>,
+    /// Requests of another router.
+    others: Vec<(String, WorkerWithDpRank)>,
 }
 
 /// A request as the router's host hands it to the scheduler.
@@ -271,7 +274,7 @@ impl History {
         let (pool, watched) = watch::channel(workers);
         let stop = CancellationToken::new();
         let scheduler = Arc::new(LocalScheduler::new(
-            slots,
+            slots.clone(),
             watched,
             config.policy_profile(None)?,
             BLOCK_TOKENS,
@@ -295,6 +298,7 @@ impl History {
             config,
             random,
             published,
+            slots,
             scheduler,
             inputs,
             pool,
@@ -303,6 +307,7 @@ impl History {
             arrivals: 0,
             waiting: Vec::new(),
             running: Vec::new(),
+            others: Vec::new(),
         })
     }
 
@@ -322,7 +327,8 @@ impl History {
                 56..80 => self.end_of_one(record).await?,
                 80..90 => self.prefilled(record).await?,
                 90..94 => self.grow(record)?,
-                94..97 => self.change_pool(record)?,
+                94..96 => self.change_pool(record)?,
+                96..98 => self.replica(record)?,
                 _ => self.loads(record)?,
             }
             self.settle(record).await?;
@@ -595,6 +601,39 @@ impl History {
         }
         self.pool.send_replace(pool);
         record.line("step", json!(["pool", id, joins]))
+    }
+
+    /// Another router tells of a request, or of its end.
+    fn replica(&mut self, record: &mut Record) -> Result<()> {
+        let ends = !self.others.is_empty() && self.random.bool();
+        let (request_id, worker, data) = if ends {
+            let some = self.random.usize(..self.others.len());
+            let (id, worker) = self.others.remove(some);
+            (id, worker, ActiveSequenceEventData::Free)
+        } else {
+            self.arrivals += 1;
+            let (id, worker) = (format!("other {}", self.arrivals), self.any_rank());
+            let arrival = self.arrival();
+            fastrand::seed(self.random.u64(..));
+            let request = self.request(&arrival, ScheduleMode::QueryOnly { request_id: None });
+            self.others.push((id.clone(), worker));
+            let data = ActiveSequenceEventData::AddRequest {
+                token_sequence: request.token_seq,
+                track_prefill_tokens: self.role != WorkerType::Decode,
+                expected_output_tokens: None,
+                prefill_load_hint: None,
+            };
+            (id, worker, data)
+        };
+        record.line("step", json!(["replica", request_id, worker, ends]))?;
+        self.slots.apply_replica_batch(vec![ActiveSequenceEvent {
+            request_id,
+            worker,
+            data,
+            router_id: 9,
+            lora_name: None,
+        }]);
+        Ok(())
     }
 
     fn loads(&mut self, record: &mut Record) -> Result<()> {
