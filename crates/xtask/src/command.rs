@@ -37,11 +37,11 @@ pub(crate) fn logged(name: &str, mut command: Command, log: &Path) -> Result<()>
     Ok(())
 }
 
-/// Runs `command` with its output in `log`, whose tail an error carries; `tick` is called meanwhile.
-pub(crate) fn quiet(mut command: Command, log: &Path, tick: impl FnMut()) -> Result<()> {
+/// Runs `command` with its output in `log`, whose tail an error carries.
+pub(crate) fn quiet(mut command: Command, log: &Path) -> Result<()> {
     let output = File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
     command.stdout(output.try_clone()?).stderr(output);
-    let status = wait(&mut command, tick)?;
+    let status = wait(&mut command, || ())?;
     if !status.success() {
         bail!("{} failed ({status})\n{}", shown(&command), tail(log));
     }

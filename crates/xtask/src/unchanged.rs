@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 
@@ -22,6 +23,7 @@ use compare::Kinds;
 
 const NAME: &str = "kvdelta-recorder";
 
+const POLICY: &str = "policy.yaml";
 const WEIGHT: &str = "decode_overlap_score_weight";
 const VARIABLE: &str = "DYN_ROUTER_DECODE_OVERLAP_SCORE_WEIGHT";
 
@@ -261,47 +263,55 @@ impl Recorders {
         self.folder.join(run).join("cards")
     }
 
+    /// Records all streams of a run at once: what they do for most of the time is wait.
     fn record(&self, run: &Run) -> Result<()> {
         let folder = self.folder.join(run.name);
         fs::create_dir_all(&folder)?;
-        let mut step = Step::begin(format!("recording: {}", run.name));
-        for stream in run.streams {
-            let mut recorder = self.recorder(run.crates);
-            let routing = stream.name();
-            match stream {
-                Stream::Scheduler => recorder.arg("scheduler"),
-                Stream::Cards => recorder
-                    .arg("cards")
-                    .arg("--cards")
-                    .arg(self.cards(run.name)),
-                Stream::Plain | Stream::Conditional | Stream::Sessions => {
-                    recorder.args(["stack", "--routing", routing])
-                }
-            };
-            if *stream != Stream::Scheduler {
-                recorder.arg("--model").arg(self.folder.join("model"));
-            }
-            recorder.arg("--out").arg(self.path(run.name, *stream));
-            match run.told {
-                Told::Nothing => {}
-                Told::Field(weight) => {
-                    recorder.args(["--weight", weight]);
-                }
-                Told::Variable(weight) => {
-                    recorder.env(VARIABLE, weight);
-                }
-                Told::File(parameters) => {
-                    let file = folder.join("policy.yaml");
-                    fs::write(&file, policy(parameters))?;
-                    recorder.arg("--policy").arg(file);
-                }
-            }
-            let log = folder.join(format!("{routing}.log"));
-            command::quiet(recorder, &log, || step.tick(routing))
-                .with_context(|| format!("{}, {routing}", run.name))?;
+        if let Told::File(parameters) = run.told {
+            fs::write(folder.join(POLICY), policy(parameters))?;
+        }
+        let step = Step::begin(format!("recording: {}", run.name));
+        let records: Vec<_> = thread::scope(|scope| {
+            let running: Vec<_> = run
+                .streams
+                .iter()
+                .map(|stream| scope.spawn(|| self.record_stream(run, *stream)))
+                .collect();
+            running.into_iter().map(|record| record.join()).collect()
+        });
+        for (stream, record) in run.streams.iter().zip(records) {
+            record
+                .unwrap_or_else(|_| bail!("panicked"))
+                .with_context(|| format!("{}, {}", run.name, stream.name()))?;
         }
         step.end();
         Ok(())
+    }
+
+    fn record_stream(&self, run: &Run, stream: Stream) -> Result<()> {
+        let folder = self.folder.join(run.name);
+        let mut recorder = self.recorder(run.crates);
+        match stream {
+            Stream::Scheduler => recorder.arg("scheduler"),
+            Stream::Cards => recorder
+                .arg("cards")
+                .arg("--cards")
+                .arg(self.cards(run.name)),
+            Stream::Plain | Stream::Conditional | Stream::Sessions => {
+                recorder.args(["stack", "--routing", stream.name()])
+            }
+        };
+        if stream != Stream::Scheduler {
+            recorder.arg("--model").arg(self.folder.join("model"));
+        }
+        recorder.arg("--out").arg(self.path(run.name, stream));
+        match run.told {
+            Told::Nothing => &mut recorder,
+            Told::Field(weight) => recorder.args(["--weight", weight]),
+            Told::Variable(weight) => recorder.env(VARIABLE, weight),
+            Told::File(_) => recorder.arg("--policy").arg(folder.join(POLICY)),
+        };
+        command::quiet(recorder, &folder.join(format!("{}.log", stream.name())))
     }
 
     /// A recorder without the settings of this shell.

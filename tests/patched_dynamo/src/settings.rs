@@ -84,7 +84,13 @@ pub(crate) fn write_model(folder: &Path) -> Result<PathBuf> {
     if folder.exists() {
         return Ok(folder.canonicalize()?);
     }
-    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let parent = folder
+        .parent()
+        .filter(|parent| *parent != Path::new(""))
+        .unwrap_or(Path::new("."));
+    // Complete or not there: several recorders may start at once.
+    let scratch = tempfile::tempdir_in(parent)
+        .with_context(|| format!("cannot make {}", folder.display()))?;
     let vocabulary: serde_json::Map<_, _> = (0..VOCABULARY)
         .map(|id| (format!("w{id}"), id.into()))
         .collect();
@@ -133,9 +139,13 @@ pub(crate) fn write_model(folder: &Path) -> Result<PathBuf> {
         ),
     ];
     for (name, content) in files {
-        let path = folder.join(name);
+        let path = scratch.path().join(name);
         fs::write(&path, content.to_string())
             .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let made = fs::rename(scratch.path(), folder);
+    if !folder.exists() {
+        made.with_context(|| format!("cannot make {}", folder.display()))?;
     }
     Ok(folder.canonicalize()?)
 }

@@ -48,7 +48,7 @@ const HELD_BLOCKS: std::ops::Range<u32> = 3..8;
 
 const LIMIT: Duration = Duration::from_secs(30);
 /// KV events are published without an answer.
-const UNTIL_INDEXED: Duration = Duration::from_millis(80);
+const UNTIL_INDEXED: Duration = Duration::from_millis(200);
 /// Fields whose value is a time or a random number.
 const VARYING: [&str; 5] = [
     "created",
@@ -136,6 +136,23 @@ struct Stack {
     requests: usize,
     held: Vec<Held>,
     routing: Routing,
+}
+
+/// What an event says of the load of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Booking {
+    In,
+    Out,
+}
+
+impl Booking {
+    fn of(event: &ActiveSequenceEvent) -> Option<Self> {
+        match event.data {
+            ActiveSequenceEventData::AddRequest { .. } => Some(Self::In),
+            ActiveSequenceEventData::Free => Some(Self::Out),
+            ActiveSequenceEventData::MarkPrefillCompleted => None,
+        }
+    }
 }
 
 /// A request that a decode worker does not answer yet.
@@ -387,14 +404,14 @@ impl Stack {
             released.insert(held.number);
         });
         let answer = held.answer.await??;
-        let mut freed = false;
-        while !freed {
-            let (role, event) = self.event().await?;
-            freed = role == WorkerType::Decode
-                && event.request_id == held.id
-                && matches!(event.data, ActiveSequenceEventData::Free);
-            record.line("event", self.event_line(role, &event)?)?;
-        }
+        let events = self
+            .events_until(&[(WorkerType::Decode, Booking::Out, 1)])
+            .await?;
+        ensure!(
+            events.iter().all(|(_, event)| event.request_id == held.id),
+            "the frontend told of others than the released request: {events:?}"
+        );
+        self.write_events(events, record)?;
         self.release.send_modify(|released| {
             released.remove(&held.number);
         });
@@ -408,6 +425,7 @@ impl Stack {
         answer: &mut JoinHandle<Result<Value>>,
         record: &mut Record,
     ) -> Result<String> {
+        let mut prefills = 0;
         loop {
             let seen = tokio::select! {
                 seen = self.seen.recv() => seen.context("the workers ended")?,
@@ -418,22 +436,27 @@ impl Stack {
                 () = tokio::time::sleep(LIMIT) => bail!("no worker got a request to be held"),
             };
             let reached = seen.worker.starts_with(role.as_str());
+            prefills += usize::from(seen.worker.starts_with(WorkerType::Prefill.as_str()));
             self.sent(seen, record)?;
             if reached {
                 break;
             }
         }
-        let mut events = Vec::new();
-        let id = loop {
-            let (of, event) = self.event().await?;
-            let added = matches!(event.data, ActiveSequenceEventData::AddRequest { .. });
-            let id = (of == role && added).then(|| event.request_id.clone());
-            events.push((of, event));
-            if let Some(id) = id {
-                break id;
-            }
+        let handed_over = match role {
+            WorkerType::Prefill => 0,
+            _ => prefills,
         };
-        self.rest_of_events(&mut events).await;
+        let events = self
+            .events_until(&[
+                (role, Booking::In, 1),
+                (WorkerType::Prefill, Booking::Out, handed_over),
+            ])
+            .await?;
+        let id = events
+            .iter()
+            .rfind(|(of, event)| *of == role && Booking::of(event) == Some(Booking::In))
+            .map(|(_, event)| event.request_id.clone())
+            .context("a held request was not booked")?;
         self.write_events(events, record)?;
         tokio::time::sleep(UNTIL_INDEXED).await;
         Ok(id)
@@ -441,25 +464,42 @@ impl Stack {
 
     /// Waits until the request that was answered is booked out, and records its way.
     async fn settle(&mut self, record: &mut Record) -> Result<()> {
-        let mut events = Vec::new();
-        let mut freed = false;
-        while !freed {
-            let (role, event) = self.event().await?;
-            freed =
-                role == WorkerType::Decode && matches!(event.data, ActiveSequenceEventData::Free);
-            events.push((role, event));
-        }
-        self.rest_of_events(&mut events).await;
-        let mut got = Vec::new();
+        let mut prefills = 0;
         while let Ok(seen) = self.seen.try_recv() {
-            got.push(seen);
-        }
-        for seen in got {
+            prefills += usize::from(seen.worker.starts_with(WorkerType::Prefill.as_str()));
             self.sent(seen, record)?;
         }
+        let events = self
+            .events_until(&[
+                (WorkerType::Prefill, Booking::Out, prefills),
+                (WorkerType::Decode, Booking::Out, 1),
+            ])
+            .await?;
         self.write_events(events, record)?;
         tokio::time::sleep(UNTIL_INDEXED).await;
         Ok(())
+    }
+
+    /// Events until there were as many of each booking as said. Nothing of a request comes after
+    /// its last booking.
+    async fn events_until(
+        &mut self,
+        all: &[(WorkerType, Booking, usize)],
+    ) -> Result<Vec<(WorkerType, ActiveSequenceEvent)>> {
+        let mut events: Vec<(WorkerType, ActiveSequenceEvent)> = Vec::new();
+        let missing = |events: &[(WorkerType, ActiveSequenceEvent)]| {
+            all.iter().any(|(role, booking, count)| {
+                let found = events
+                    .iter()
+                    .filter(|(of, event)| of == role && Booking::of(event) == Some(*booking))
+                    .count();
+                found < *count
+            })
+        };
+        while missing(&events) {
+            events.push(self.event().await?);
+        }
+        Ok(events)
     }
 
     /// Records a request as a worker got it; the worker then has its blocks.
@@ -480,13 +520,6 @@ impl Stack {
             .await
             .context("the frontend told its replicas nothing")?
             .context("the replica ended")
-    }
-
-    /// Events of the two pools travel apart; waits until each add of a prefill worker is freed.
-    async fn rest_of_events(&mut self, events: &mut Vec<(WorkerType, ActiveSequenceEvent)>) {
-        while let Ok(Some(event)) = tokio::time::timeout(UNTIL_INDEXED, self.events.recv()).await {
-            events.push(event);
-        }
     }
 
     /// Records events by pool: their order between pools is that of two sockets.
