@@ -46,7 +46,7 @@ const PREFILL_LOADS_TOKENS: [usize; PREFILL_WORKERS] = [1, 19, 46];
 const DECODE_LOADS_BLOCKS: [u32; DECODE_WORKERS] = [0, 1, 2];
 const HELD_BLOCKS: std::ops::Range<u32> = 3..8;
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(60);
 /// KV events are published without an answer.
 const UNTIL_INDEXED: Duration = Duration::from_millis(200);
 /// Fields whose value is a time or a random number.
