@@ -21,10 +21,7 @@ const TAIL_LINES: usize = 30;
 
 /// Runs `command` as the step `name`; its output goes to `log`, whose tail an error carries.
 pub(crate) fn logged(name: &str, mut command: Command, log: &Path) -> Result<()> {
-    let mut step = Step::begin(name);
-    let output = File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
-    command.stdout(output.try_clone()?).stderr(output);
-    let status = wait(&mut command, || step.tick(&last_line(log)))?;
+    let status = logged_status(name, &mut command, log)?;
     if !status.success() {
         bail!(
             "{name} failed ({status}): {}\n{}\nThe whole log: {}",
@@ -33,7 +30,6 @@ pub(crate) fn logged(name: &str, mut command: Command, log: &Path) -> Result<()>
             log.display()
         );
     }
-    step.end();
     Ok(())
 }
 
@@ -46,6 +42,18 @@ pub(crate) fn quiet(mut command: Command, log: &Path) -> Result<()> {
         bail!("{} failed ({status})\n{}", shown(&command), tail(log));
     }
     Ok(())
+}
+
+/// Runs `command` as the step `name` with its output in `log`, and returns how it ended.
+pub(crate) fn logged_status(name: &str, command: &mut Command, log: &Path) -> Result<ExitStatus> {
+    let mut step = Step::begin(name);
+    let output = File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
+    command.stdout(output.try_clone()?).stderr(output);
+    let status = wait(command, || step.tick(&last_line(log)))?;
+    if status.success() {
+        step.end();
+    }
+    Ok(status)
 }
 
 /// Runs `command` with its output on the terminal.

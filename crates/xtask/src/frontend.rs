@@ -21,10 +21,6 @@ pub(crate) const NAME: &str = "kvdelta-frontend";
 /// What Dynamo's crates need.
 const RUSTFLAGS: &str = "--cfg tokio_unstable";
 
-/// A file of Dynamo's repository that the tests of dynamo-kv-router are compiled with and that its
-/// package leaves out.
-pub(crate) const LEFT_OUT_FILE: &str = "examples/router/policy-class-queues.yaml";
-
 /// Options of `cargo xtask frontend`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
@@ -135,31 +131,6 @@ pub(crate) fn cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
         .env("CARGO_TARGET_DIR", target(cache)?);
     build_environment(&mut cargo, cache)?;
     patch_registry(&mut cargo, &Pins::read()?, &patched);
-    Ok(cargo)
-}
-
-/// The tests of one patched crate, in a tree of their own: cargo adapts its lock file.
-pub(crate) fn patched_test(cache: &Cache, name: &str, arguments: &[&str]) -> Result<Command> {
-    let tree = cache.entry("dynamo-tested", &patch::key()?, |tree| {
-        patch::prepare(tree)?;
-        let file = tree.join(LEFT_OUT_FILE);
-        fs::create_dir_all(file.parent().unwrap_or(tree))?;
-        Ok(fs::write(file, "# Not in the package.\n")?)
-    })?;
-    let pins = Pins::read()?;
-    let pin = pins
-        .crates
-        .iter()
-        .find(|pin| pin.name == name)
-        .with_context(|| format!("pins.toml has no crate {name}"))?;
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["test", "--quiet"]);
-    patch_registry(&mut cargo, &pins, &tree);
-    cargo
-        .args(arguments)
-        .current_dir(tree.join(&pin.path))
-        .env("CARGO_TARGET_DIR", cache.folder("target/upstream-tests")?);
-    build_environment(&mut cargo, cache)?;
     Ok(cargo)
 }
 

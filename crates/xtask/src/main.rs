@@ -17,6 +17,8 @@ mod report;
 mod test;
 mod unchanged;
 mod upstream;
+mod upstream_counts;
+mod upstream_tests;
 mod workload;
 
 use std::process::ExitCode;

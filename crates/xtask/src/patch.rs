@@ -79,11 +79,16 @@ pub(crate) fn key() -> Result<Key> {
 
 /// Unpacks the pinned sources under `target` and applies the series to them.
 pub(crate) fn prepare(target: &Path) -> Result<()> {
-    let pins = Pins::read()?;
     let series = series()?;
     if series.is_empty() {
         bail!("the series names no patch");
     }
+    prepare_with(target, &series)
+}
+
+/// Unpacks the pinned sources under `target` and applies these patches of the series to them.
+pub(crate) fn prepare_with(target: &Path, patches: &[String]) -> Result<()> {
+    let pins = Pins::read()?;
     say(format!(
         "upstream sources: {} crates of Dynamo {}",
         pins.crates.len(),
@@ -91,18 +96,21 @@ pub(crate) fn prepare(target: &Path) -> Result<()> {
     ));
     let packed = pins.fetch()?;
     pins.unpack(&packed, target)?;
-    for name in series {
-        let path = series_folder().join(&name);
-        let text =
-            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        apply(target, &text).with_context(|| format!("{name} does not apply"))?;
+    for name in patches {
+        apply(target, &text(name)?).with_context(|| format!("{name} does not apply"))?;
         say(format!("applied {name}"));
     }
     Ok(())
 }
 
+/// The text of a patch of the series.
+pub(crate) fn text(name: &str) -> Result<String> {
+    let path = series_folder().join(name);
+    fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+}
+
 /// The names in `series`, in order; `#` begins a remark.
-fn series() -> Result<Vec<String>> {
+pub(crate) fn series() -> Result<Vec<String>> {
     let path = series_folder().join("series");
     let text =
         fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;

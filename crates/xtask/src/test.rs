@@ -2,9 +2,12 @@
 
 //! Format, lints and all tests.
 
+use std::fs::File;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::{Args, Parser};
 
 use crate::cache::{Cache, project_root};
@@ -17,6 +20,7 @@ use crate::patch;
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Report};
 use crate::unchanged;
+use crate::upstream_tests;
 
 /// The engine test accepts this much above "every prefix once".
 const TOLERANCE: f64 = 0.05;
@@ -25,11 +29,21 @@ const TOLERANCE: f64 = 0.05;
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   cargo xtask test --fast     seconds to minutes
-  cargo xtask test            everything, real engines among it")]
+  cargo xtask test            everything, real engines among it
+  cargo xtask test --each-patch --json results.json
+                              upstream's tests before the series and after each patch of it,
+                              for `cargo xtask export-pr --results results.json`")]
 pub(crate) struct Options {
     /// Leave out what needs the engines or Dynamo's big crates.
     #[arg(long)]
     fast: bool,
+    /// Run upstream's tests alone: on the unpatched sources, then after each patch of the series.
+    /// A test that a patch breaks, removes or ignores is a failure.
+    #[arg(long, conflicts_with = "fast")]
+    each_patch: bool,
+    /// Write the results of --each-patch to this file; `-` is the standard output.
+    #[arg(long, value_name = "FILE", requires = "each_patch")]
+    json: Option<PathBuf>,
 }
 
 /// One part of the tests.
@@ -69,7 +83,7 @@ const PARTS: [Part; 9] = [
     Part {
         name: "upstream's tests on the patched crates",
         heavy: true,
-        run: upstream_tests,
+        run: patched_upstream_tests,
     },
     Part {
         name: "lints and tests of the frontend",
@@ -90,6 +104,9 @@ const PARTS: [Part; 9] = [
 
 /// Runs `cargo xtask test`. Every part runs, also after one that failed.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
+    if options.each_patch {
+        return each_patch(cache, options.json.as_deref());
+    }
     let (mut passed, mut skipped, mut failed) = (0, Vec::new(), Vec::new());
     for part in &PARTS {
         if options.fast && part.heavy {
@@ -126,6 +143,34 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     } else {
         ExitCode::FAILURE
     })
+}
+
+/// Runs `cargo xtask test --each-patch`.
+fn each_patch(cache: &Cache, json: Option<&Path>) -> Result<ExitCode> {
+    let to_stdout = json == Some(Path::new("-"));
+    // Before the run: an hour of tests must not end in a path that cannot be written.
+    let file = match json {
+        Some(path) if !to_stdout => Some((
+            path,
+            File::create(path)
+                .with_context(|| format!("--json: cannot write {}", path.display()))?,
+        )),
+        _ => None,
+    };
+    let results = upstream_tests::each_patch(cache)?;
+    let text = format!("{}\n", serde_json::to_string_pretty(&results)?);
+    if let Some((path, mut file)) = file {
+        file.write_all(text.as_bytes())
+            .with_context(|| format!("--json: cannot write {}", path.display()))?;
+    }
+    if to_stdout {
+        print!("{text}");
+        eprint!("{}", results.table());
+    } else {
+        print!("{}", results.table());
+    }
+    upstream_tests::require_good(&results)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn cargo(arguments: &[&str]) -> Command {
@@ -176,25 +221,11 @@ fn python_lints(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
-/// The one upstream test that needs the contents of [`frontend::LEFT_OUT_FILE`].
-const LEFT_OUT_TEST: &str = "documented_sample_exercises_root_model_and_unknown_class_semantics";
-
-/// The tests of the default policy's crate and of the router's crate.
-fn upstream_tests(cache: &Cache) -> Result<()> {
-    say(format!(
-        "skipped: {LEFT_OUT_TEST} (the package leaves out {})",
-        frontend::LEFT_OUT_FILE
-    ));
-    for (name, arguments) in [
-        ("dynamo-custom-policy-builtin", &[][..]),
-        (
-            "dynamo-kv-router",
-            &["--lib", "--", "--skip", LEFT_OUT_TEST],
-        ),
-    ] {
-        shown_run(frontend::patched_test(cache, name, arguments)?)?;
-    }
-    Ok(())
+/// Upstream's tests of the crates that the series touches, after the last patch.
+fn patched_upstream_tests(cache: &Cache) -> Result<()> {
+    let results = upstream_tests::whole_series(cache)?;
+    print!("{}", results.table());
+    upstream_tests::require_good(&results)
 }
 
 fn frontend_tests(cache: &Cache) -> Result<()> {

@@ -3,6 +3,7 @@
 //! The pinned upstream sources: fetched by cargo from its registry, checked, unpacked.
 
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -123,6 +124,28 @@ impl Pin {
         }
         Ok(())
     }
+}
+
+/// One file of a packed crate, whose checksum must be `pinned`.
+pub(crate) fn file_of(name: &str, version: &str, pinned: &str, file: &str) -> Result<Vec<u8>> {
+    let pin = Pin {
+        name: name.to_owned(),
+        path: String::new(),
+        sha256: pinned.to_owned(),
+    };
+    let packed = fetch(name, version)?;
+    pin.check(version, &packed)?;
+    let wanted = Path::new(&format!("{name}-{version}")).join(file);
+    let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(packed.as_slice()));
+    for entry in archive.entries()? {
+        let mut entry = entry?;
+        if entry.path()? == wanted {
+            let mut contents = Vec::new();
+            entry.read_to_end(&mut contents)?;
+            return Ok(contents);
+        }
+    }
+    bail!("{name} {version} has no file {file}")
 }
 
 /// The packed crate `name`: from cargo's cache, else from its registry by way of the cache.
