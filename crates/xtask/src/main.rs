@@ -6,12 +6,15 @@ mod cache;
 mod client;
 mod command;
 mod demo;
+mod diff_size;
 mod env;
+mod export_pr;
 mod fleet;
 mod frontend;
 mod interrupt;
 mod outputs;
 mod patch;
+mod pr_text;
 mod progress;
 mod report;
 mod test;
@@ -41,6 +44,8 @@ use crate::cache::Cache;
   cargo xtask frontend --out bin        the frontend from the patched crates, in the folder bin
   cargo xtask test --fast               format, lints and the tests that need no engine
   cargo xtask test                      everything
+  cargo xtask test --each-patch         upstream's tests after each patch of the series
+  cargo xtask export-pr --phase 1 --onto ../dynamo
 
 Exit codes: 0 done and true, 1 failed or not true, 2 an option that cannot be read.")]
 struct Cli {
@@ -60,6 +65,8 @@ enum Command {
     Demo(demo::Options),
     /// Format, lints and all tests.
     Test(test::Options),
+    /// Write the pull request of one phase, in the form of Dynamo's repository.
+    ExportPr(export_pr::Options),
 }
 
 fn main() -> ExitCode {
@@ -82,5 +89,6 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Frontend(options) => frontend::run(&cache, &options),
         Command::Demo(options) => demo::run(&cache, &options),
         Command::Test(options) => test::run(&cache, &options),
+        Command::ExportPr(options) => export_pr::run(&cache, &options),
     }
 }

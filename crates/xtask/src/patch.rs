@@ -122,8 +122,53 @@ pub(crate) fn series() -> Result<Vec<String>> {
         .collect())
 }
 
+/// The lines that a patch changes in one file, counted from 1.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ChangedLines {
+    /// The file.
+    pub(crate) path: PathBuf,
+    /// Lines of the new file that the patch adds.
+    pub(crate) added: Vec<usize>,
+    /// Lines of the old file that the patch removes.
+    pub(crate) removed: Vec<usize>,
+}
+
+/// The files that the patch `text` changes, in its order, and their changed lines.
+pub(crate) fn changed_lines(text: &str) -> Result<Vec<ChangedLines>> {
+    PatchSet::parse(text, ParseOptions::gitdiff())
+        .map(|file| {
+            let file = file.context("not a patch in git's format")?;
+            let (path, _) = target(&file)?;
+            let hunks = hunks(&file, &path)?;
+            let (mut added, mut removed) = (Vec::new(), Vec::new());
+            for hunk in hunks {
+                let mut old = first_index(hunk.old_range().start(), hunk.old_range().is_empty());
+                let mut new = first_index(hunk.new_range().start(), hunk.new_range().is_empty());
+                for line in hunk.lines() {
+                    if !matches!(line, Line::Insert(_)) {
+                        old += 1;
+                    }
+                    if !matches!(line, Line::Delete(_)) {
+                        new += 1;
+                    }
+                    match line {
+                        Line::Insert(_) => added.push(new),
+                        Line::Delete(_) => removed.push(old),
+                        Line::Context(_) => {}
+                    }
+                }
+            }
+            Ok(ChangedLines {
+                path,
+                added,
+                removed,
+            })
+        })
+        .collect()
+}
+
 /// Applies one patch under `root`, wholly or not at all.
-fn apply(root: &Path, text: &str) -> Result<()> {
+pub(crate) fn apply(root: &Path, text: &str) -> Result<()> {
     let mut changed: BTreeMap<PathBuf, String> = BTreeMap::new();
     for file in PatchSet::parse(text, ParseOptions::gitdiff()) {
         let file = file.context("not a patch in git's format")?;
@@ -148,6 +193,20 @@ fn patched_file(
     changed: &BTreeMap<PathBuf, String>,
     file: &FilePatch<'_, str>,
 ) -> Result<(PathBuf, String)> {
+    let (path, creates) = target(file)?;
+    let old = match (changed.get(&path), creates) {
+        (Some(content), _) => content.clone(),
+        (None, true) if root.join(&path).exists() => bail!("{}: exists already", path.display()),
+        (None, true) => String::new(),
+        (None, false) => fs::read_to_string(root.join(&path))
+            .with_context(|| format!("{}: not in the sources", path.display()))?,
+    };
+    let new = apply_hunks(&old, hunks(file, &path)?).with_context(|| path.display().to_string())?;
+    Ok((path, new))
+}
+
+/// The file that is changed, and whether the patch adds it.
+fn target(file: &FilePatch<'_, str>) -> Result<(PathBuf, bool)> {
     let (path, creates) = match file.operation().strip_prefix(1) {
         FileOperation::Modify { original, modified } if original == modified => {
             (PathBuf::from(modified.into_owned()), false)
@@ -161,19 +220,25 @@ fn patched_file(
     {
         bail!("{}: not a path inside the sources", path.display());
     }
-    let old = match (changed.get(&path), creates) {
-        (Some(content), _) => content.clone(),
-        (None, true) if root.join(&path).exists() => bail!("{}: exists already", path.display()),
-        (None, true) => String::new(),
-        (None, false) => fs::read_to_string(root.join(&path))
-            .with_context(|| format!("{}: not in the sources", path.display()))?,
-    };
+    Ok((path, creates))
+}
+
+fn hunks<'a>(file: &'a FilePatch<'_, str>, path: &Path) -> Result<&'a [Hunk<'a, str>]> {
     let patch = file
         .patch()
         .as_text()
         .with_context(|| format!("{}: a binary change", path.display()))?;
-    let new = apply_hunks(&old, patch.hunks()).with_context(|| path.display().to_string())?;
-    Ok((path, new))
+    Ok(patch.hunks())
+}
+
+/// Index of a range's first line: an empty range names the line before it, a filled one its first
+/// line, both from 1.
+fn first_index(start: usize, is_empty: bool) -> usize {
+    if is_empty {
+        start
+    } else {
+        start.saturating_sub(1)
+    }
 }
 
 /// Applies `hunks` exactly where they say. `git apply` and `patch` would look around instead.
@@ -183,13 +248,8 @@ fn apply_hunks(old: &str, hunks: &[Hunk<'_, str>]) -> Result<String> {
     let mut next = 0;
     for (index, hunk) in hunks.iter().enumerate() {
         let number = index + 1;
-        // An empty range names the line before it, a filled one its first line (from 1).
         let range = hunk.old_range();
-        let start = if range.is_empty() {
-            range.start()
-        } else {
-            range.start().saturating_sub(1)
-        };
+        let start = first_index(range.start(), range.is_empty());
         if start < next || start > old.len() {
             bail!(
                 "hunk {number} at line {}: out of order or behind the end of the file",
@@ -249,6 +309,18 @@ mod tests {
         assert_eq!(
             fs::read_to_string(root.path().join("lib/x.rs")).unwrap(),
             "one\nand a half\ntwo\nthree\nfour\nsix\n"
+        );
+    }
+
+    #[test]
+    fn changed_lines_are_those_of_the_old_and_the_new_file() {
+        assert_eq!(
+            changed_lines(PATCH).unwrap(),
+            [ChangedLines {
+                path: "lib/x.rs".into(),
+                added: vec![2, 6],
+                removed: vec![5],
+            }]
         );
     }
 

@@ -14,6 +14,7 @@ use crate::cache::{Cache, project_root};
 use crate::command::shown_run;
 use crate::demo;
 use crate::env;
+use crate::export_pr;
 use crate::frontend;
 use crate::interrupt;
 use crate::patch;
@@ -74,6 +75,11 @@ const PARTS: [Part; 9] = [
         name: "patch series applies",
         heavy: false,
         run: patch::check,
+    },
+    Part {
+        name: "each phase as a pull request",
+        heavy: false,
+        run: export_pr::check,
     },
     Part {
         name: "lints of the Python files",
