@@ -79,13 +79,15 @@ pub(crate) struct Options {
 
 /// Runs `cargo xtask export-pr`.
 pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
-    let sources = Sources::of_phase(options.phase)?;
     let default_out = PathBuf::from(format!("dynamo-phase-{}", options.phase));
     let tree = options
         .onto
         .as_ref()
         .or(options.out.as_ref())
         .unwrap_or(&default_out);
+    if options.onto.is_some() && !tree.is_dir() {
+        bail!("--onto: {} is no folder", tree.display());
+    }
     let text_path = match &options.text {
         Some(path) => path.clone(),
         None => beside(tree)?,
@@ -104,8 +106,8 @@ pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
     };
     pr_text::check_signoff(&signoff)?;
     let results = options.results.as_deref().map(read_results).transpose()?;
+    let sources = Sources::of_phase(options.phase)?;
     let text = sources.text(results.as_ref(), &signoff)?;
-
     if options.onto.is_some() {
         let writes = sources.onto(tree, options.with_earlier)?;
         require_clean(tree, writes.keys())?;
@@ -414,11 +416,11 @@ fn phases_there(states: &[State], found: &State, with_earlier: bool) -> Result<u
             } else {
                 "is there and differs"
             };
-            bail!(
-                "{} {what}: it is not the pinned source after phase {}",
-                path.display(),
-                phase - 1
-            )
+            let wanted = match phase - 1 {
+                0 => "the pinned source".to_owned(),
+                earlier => format!("the pinned source after phase {earlier}"),
+            };
+            bail!("{} {what}: it is not {wanted}", path.display())
         }
     }
 }
