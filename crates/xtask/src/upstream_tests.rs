@@ -230,8 +230,9 @@ impl<'a> Tree<'a> {
         Ok(Names::parse(&command::output(cargo)?))
     }
 
-    /// Builds and runs the tests. What is wrong with them stands in the answer.
-    fn run(&self, planned: &PlannedRun) -> Result<(Run, Listed)> {
+    /// Builds and runs the tests. What is wrong with them stands in the answer; tests that do not
+    /// build have no list.
+    fn run(&self, planned: &PlannedRun) -> Result<(Run, Option<Listed>)> {
         let began = Instant::now();
         let mut run = Run {
             name: planned.name.clone(),
@@ -254,7 +255,7 @@ impl<'a> Tree<'a> {
                 command::tail(&log),
                 log.display()
             ));
-            return Ok((run, Listed::default()));
+            return Ok((run, None));
         }
         let listed = Listed {
             all: self.list(planned, false)?,
@@ -301,7 +302,7 @@ impl<'a> Tree<'a> {
         }
         run.seconds = began.elapsed().as_secs_f64();
         say(format!("{}: {}", planned.name, run.counts.shown()));
-        Ok((run, listed))
+        Ok((run, Some(listed)))
     }
 }
 
@@ -363,7 +364,7 @@ fn measure(cache: &Cache, states: &[Vec<String>]) -> Result<Results> {
         ));
     }
     let mut rows = Vec::new();
-    let mut before: Option<Vec<Listed>> = None;
+    let mut before: Vec<Option<Listed>> = vec![None; plan.run.len()];
     for patches in states {
         tree.set(&plan, patches)?;
         let mut row = Row {
@@ -374,23 +375,24 @@ fn measure(cache: &Cache, states: &[Vec<String>]) -> Result<Results> {
         if let Some(name) = &row.patch {
             row.patch_sha256 = Some(sha256(patch::text(name)?.as_bytes()));
         }
-        let mut lists = Vec::new();
-        for (index, planned) in plan.run.iter().enumerate() {
+        for (planned, before) in plan.run.iter().zip(&mut before) {
             interrupt::check()?;
             let (mut run, listed) = tree.run(planned)?;
-            if let Some(before) = &before {
-                run.problems.extend(before[index].lost_in(&listed));
-            } else if patches.is_empty() && run.listed > planned.upstream_tests {
-                run.problems.push(format!(
-                    "upstream_tests is {} in tests.toml, the sources have {}",
-                    planned.upstream_tests, run.listed
-                ));
+            if let Some(listed) = listed {
+                if patches.is_empty() && run.listed > planned.upstream_tests {
+                    run.problems.push(format!(
+                        "upstream_tests is {} in tests.toml, the sources have {}",
+                        planned.upstream_tests, run.listed
+                    ));
+                }
+                if let Some(before) = &before {
+                    run.problems.extend(before.lost_in(&listed));
+                }
+                *before = Some(listed);
             }
             row.runs.push(run);
-            lists.push(listed);
         }
         rows.push(row);
-        before = Some(lists);
     }
     Ok(Results {
         dynamo: tree.pins.version.clone(),
