@@ -55,7 +55,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 9] = [
+const PARTS: [Part; 10] = [
     Part {
         name: "format",
         heavy: false,
