@@ -227,6 +227,16 @@ fn metric_sum(text: &str, name: &str) -> Option<f64> {
         .reduce(|sum, value| sum + value)
 }
 
+/// Growth of counters, which hold whole numbers.
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+pub(crate) fn grown(before: &[f64], after: &[f64]) -> Vec<u64> {
+    before
+        .iter()
+        .zip(after)
+        .map(|(before, after)| (after - before).round().max(0.0) as u64)
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

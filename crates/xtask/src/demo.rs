@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -14,12 +14,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use futures_util::future::try_join_all;
+use serde::Deserialize;
 use tokio::sync::{Mutex, Semaphore};
 
-use crate::cache::Cache;
-use crate::client::{Answer, Client};
+use crate::cache::{Cache, project_root};
+use crate::client::{Answer, Client, grown};
 use crate::env;
-use crate::fleet::{self, Aggregated, BLOCK_SIZE, Fleet, MAX_TOKENS, MODEL, Parts};
+use crate::fleet::{self, Aggregated, BLOCK_SIZE, DISCOVERY, Fleet, MAX_TOKENS, MODEL, Parts};
 use crate::frontend;
 use crate::interrupt;
 use crate::outputs::{Reference, Tally, Verdict, compare};
@@ -99,6 +100,9 @@ pub(crate) struct Options {
     /// Also kill a decode worker in the middle of requests, and start it again.
     #[arg(long)]
     pub(crate) kill_decode: bool,
+    /// Also ask `kvdelta doctor` about every run.
+    #[arg(long)]
+    pub(crate) doctor: bool,
     /// Port of the frontend; a free one when left out.
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) http_port: Option<u16>,
@@ -307,6 +311,11 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
             }
         }
         let decode_events = fleet.decode_events().await?;
+        let doctor = if options.doctor {
+            Some(doctor(&folder.join(DISCOVERY), fleet.base()?)?)
+        } else {
+            None
+        };
         let kill = match kill_requests.as_slice() {
             [first, others] if routing.weight > 0.0 => {
                 Some(kill_run(&client, &mut fleet, [first, others], options).await?)
@@ -317,6 +326,7 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
         runs.push(Run {
             routing,
             decode_events,
+            doctor,
             workloads,
             kill,
         });
@@ -340,6 +350,39 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
         runs,
         equal_between_runs,
     })
+}
+
+/// The codes of what `kvdelta doctor` finds wrong or cannot read.
+fn doctor(discovery: &Path, frontend: &str) -> Result<Vec<String>> {
+    #[derive(Deserialize)]
+    struct Report {
+        findings: Vec<Finding>,
+    }
+    #[derive(Deserialize)]
+    struct Finding {
+        severity: String,
+        code: String,
+    }
+    let step = Step::begin("kvdelta doctor");
+    let mut command = Command::new(env!("CARGO"));
+    command
+        .args(["run", "--quiet", "--locked", "--package", "kvdelta", "--"])
+        .args(["doctor", "--json", "--frontend", frontend, "--file-kv"])
+        .arg(discovery)
+        .current_dir(project_root());
+    // It ends with 1 when it finds something.
+    let output = command.stdin(Stdio::null()).output()?;
+    let report: Report = serde_json::from_slice(&output.stdout).with_context(|| {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        format!("kvdelta doctor ended with {}: {errors}", output.status)
+    })?;
+    step.end();
+    Ok(report
+        .findings
+        .into_iter()
+        .filter(|finding| ["problem", "unknown"].contains(&finding.severity.as_str()))
+        .map(|finding| finding.code)
+        .collect())
 }
 
 /// Asks the aggregated worker, one request at a time; later turns contain its answers, so that
@@ -514,16 +557,6 @@ fn or_zero(counters: &[Option<f64>]) -> Vec<f64> {
     counters
         .iter()
         .map(|counter| counter.unwrap_or(0.0))
-        .collect()
-}
-
-/// Growth of counters, which hold whole numbers.
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-pub(crate) fn grown(before: &[f64], after: &[f64]) -> Vec<u64> {
-    before
-        .iter()
-        .zip(after)
-        .map(|(before, after)| (after - before).round().max(0.0) as u64)
         .collect()
 }
 

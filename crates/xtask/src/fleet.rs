@@ -20,12 +20,13 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 use serde_json::json;
 
-use crate::client::Client;
+use crate::client::{Client, grown};
 use crate::command::tail;
-use crate::demo::grown;
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Routing};
 
+/// Folder of the file discovery, in that of the fleet.
+pub(crate) const DISCOVERY: &str = "discovery";
 /// Name under which the workers serve the test model.
 pub(crate) const MODEL: &str = "kvdelta-test";
 /// Tokens in a block; vLLM's CPU attention takes multiples of 32. Also in [`ENGINE_OPTIONS`].
@@ -362,7 +363,7 @@ impl Fleet {
             ("DYN_TCP_RPC_HOST", "127.0.0.1".into()),
             ("DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS", "0".into()),
             ("DYN_DISCOVERY_BACKEND", "file".into()),
-            ("DYN_FILE_KV", self.folder.join("discovery").into()),
+            ("DYN_FILE_KV", self.folder.join(DISCOVERY).into()),
             ("DYN_REQUEST_PLANE", "tcp".into()),
             ("DYN_EVENT_PLANE", "zmq".into()),
         ]

@@ -119,6 +119,15 @@ pub(crate) fn build_key(key: Key) -> Result<Key> {
         .part("rustflags", RUSTFLAGS.as_bytes()))
 }
 
+/// One of the programs in the frontend's `examples` folder, built.
+pub(crate) fn example(cache: &Cache, name: &str) -> Result<PathBuf> {
+    let mut cargo = cargo(cache, "build")?;
+    cargo.args(["--example", name]);
+    let log = cache.folder("logs")?.join(format!("{name}.log"));
+    command::logged(name, cargo, &log)?;
+    Ok(target(cache)?.join("debug/examples").join(name))
+}
+
 /// A cargo command on the frontend's workspace with the patched crates in place of the registry's.
 pub(crate) fn cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
     let patched = patch::patched(cache)?;

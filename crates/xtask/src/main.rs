@@ -2,6 +2,7 @@
 
 //! `cargo xtask`: the commands that set up, patch, run and test kvdelta.
 
+mod bench;
 mod cache;
 mod client;
 mod command;
@@ -44,6 +45,7 @@ use crate::cache::Cache;
   cargo xtask frontend --out bin        the frontend from the patched crates, in the folder bin
   cargo xtask test --fast               format, lints and the tests that need no engine
   cargo xtask test                      everything
+  cargo xtask bench replay --help       a trace through a simulated fleet, at several weights
   cargo xtask test --each-patch         upstream's tests after each patch of the series
   cargo xtask export-pr --phase 1 --onto ../dynamo
 
@@ -65,6 +67,8 @@ enum Command {
     Demo(demo::Options),
     /// Format, lints and all tests.
     Test(test::Options),
+    /// Measure what no test does.
+    Bench(bench::Options),
     /// Write the pull request of one phase, in the form of Dynamo's repository.
     ExportPr(export_pr::Options),
 }
@@ -89,6 +93,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Frontend(options) => frontend::run(&cache, &options),
         Command::Demo(options) => demo::run(&cache, &options),
         Command::Test(options) => test::run(&cache, &options),
+        Command::Bench(options) => bench::run(&cache, options),
         Command::ExportPr(options) => export_pr::run(&cache, &options),
     }
 }

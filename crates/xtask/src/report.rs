@@ -43,6 +43,9 @@ pub(crate) struct Run {
     pub(crate) routing: Routing,
     /// Whether the frontend's log says that it subscribed to the decode workers' KV events.
     pub(crate) decode_events: DecodeEvents,
+    /// What `kvdelta doctor` says keeps the flag from helping, as codes; `None` if it was not asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) doctor: Option<Vec<String>>,
     /// The workloads.
     pub(crate) workloads: Vec<Measured>,
     /// A decode worker that was killed and started again on purpose.
@@ -192,6 +195,18 @@ impl Report {
                 DecodeEvents::Skipped => "skipped the decode workers' KV events",
             };
             let _ = writeln!(text, "{}: the router {events}.", capitalized(run.routing));
+            if let Some(codes) = &run.doctor {
+                let said = if codes.is_empty() {
+                    "nothing keeps the flag from helping".to_owned()
+                } else {
+                    codes.join(", ")
+                };
+                let _ = writeln!(
+                    text,
+                    "{}: the doctor says: {said}.",
+                    capitalized(run.routing)
+                );
+            }
             if let Some(kill) = &run.kill {
                 let _ = writeln!(
                     text,
@@ -319,6 +334,7 @@ pub(crate) mod tests {
                 conditional_disagg: false,
             },
             decode_events,
+            doctor: None,
             workloads: vec![measured(
                 moved_bytes,
                 Tally {

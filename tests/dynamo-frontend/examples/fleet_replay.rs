@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! A trace through Dynamo's offline replay, once for every weight: what a decode fleet saves.
+//!
+//! Router, queue, index, engines and transfers are Dynamo's own simulation (`dynamo-mocker`, with
+//! the patched router). This program only sets it up and sums its records.
+
+#![allow(missing_docs, reason = "a program")]
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+use dynamo_kv_router::KvRouterConfig;
+use dynamo_mocker::common::protocols::MockerConfig;
+use dynamo_mocker::loadgen::TraceFileFormat;
+use dynamo_mocker::replay::{
+    OfflineDisaggReplayConfig, ReplayRouterMode, TraceSimulationReport,
+    simulate_trace_file_disagg_with_router_mode_and_format,
+};
+use serde::Serialize;
+
+/// Requests of a trace through a simulated prefill and decode fleet, once for every weight.
+///
+/// One such trace is FAST25-release/traces/conversation_trace.jsonl of the repository
+/// kvcache-ai/Mooncake.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask bench replay")]
+#[command(after_help = "Examples:
+  cargo xtask bench replay --trace conversation_trace.jsonl
+  cargo xtask bench replay --trace conversation_trace.jsonl --speedup 4 --weights 0,2 --json")]
+struct Options {
+    /// Trace in the Mooncake format, one request a line; `.gz` is unpacked.
+    #[arg(long, value_name = "FILE")]
+    trace: PathBuf,
+    /// Weights to compare.
+    #[arg(long, value_delimiter = ',', default_value = "0,1,2,4,8")]
+    weights: Vec<f64>,
+    /// Prefill workers.
+    #[arg(long, default_value_t = 32)]
+    prefill: usize,
+    /// Decode workers.
+    #[arg(long, default_value_t = 16)]
+    decode: usize,
+    /// Tokens a block; the trace's blocks have as many.
+    #[arg(long, value_name = "TOKENS", default_value_t = 512)]
+    block_size: usize,
+    /// KV blocks of each worker.
+    #[arg(long, value_name = "BLOCKS", default_value_t = 1_280)]
+    capacity: usize,
+    /// How many times as fast as recorded the requests arrive.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    speedup: f64,
+    /// Bytes of KV a token.
+    #[arg(long, value_name = "BYTES", default_value_t = 163_840)]
+    token_bytes: usize,
+    /// Link of a decode worker, in 10^9 bytes a second.
+    #[arg(long, value_name = "GB_PER_S", default_value_t = 12.5)]
+    link: f64,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What one weight did.
+#[derive(Debug, Serialize)]
+struct Row {
+    weight: f64,
+    requests: usize,
+    /// Bytes if every prompt travelled whole.
+    full_bytes: f64,
+    moved_bytes: f64,
+    saved_share: f64,
+    /// Mean over the arrivals at decode: blocks of the fullest worker over the mean.
+    load_max_over_mean: f64,
+    /// Requests of the busiest worker over the mean.
+    requests_max_over_mean: f64,
+    ttft_median_ms: f64,
+    ttft_p99_ms: f64,
+    itl_median_ms: f64,
+    itl_p99_ms: f64,
+}
+
+fn main() -> Result<()> {
+    let options = Options::parse();
+    for &weight in &options.weights {
+        ensure!(
+            weight.is_finite() && weight >= 0.0,
+            "--weights: {weight} is not finite and non-negative"
+        );
+    }
+    let unpacked = unpacked(&options.trace)?;
+    let trace = unpacked
+        .as_ref()
+        .map_or(options.trace.as_path(), |file| file.path());
+    let mut rows = Vec::new();
+    for &weight in &options.weights {
+        eprintln!("weight {weight}");
+        let report = replay(&options, trace, weight)
+            .with_context(|| format!("{} at weight {weight}", options.trace.display()))?;
+        rows.push(row(&options, weight, &report)?);
+    }
+    if options.json {
+        println!("{}", serde_json::to_string_pretty(&rows)?);
+    } else {
+        table(&rows);
+    }
+    Ok(())
+}
+
+/// The trace as a plain file, if it is packed.
+fn unpacked(trace: &Path) -> Result<Option<tempfile::NamedTempFile>> {
+    if trace.extension().is_none_or(|extension| extension != "gz") {
+        return Ok(None);
+    }
+    let read = || -> io::Result<tempfile::NamedTempFile> {
+        let mut packed: Box<dyn Read> = Box::new(flate2::read::GzDecoder::new(File::open(trace)?));
+        let mut plain = tempfile::NamedTempFile::new()?;
+        io::copy(&mut packed, &mut plain)?;
+        Ok(plain)
+    };
+    read()
+        .map(Some)
+        .with_context(|| format!("cannot unpack {}", trace.display()))
+}
+
+fn replay(options: &Options, trace: &Path, weight: f64) -> Result<TraceSimulationReport> {
+    let workers = |worker_type: &str| {
+        MockerConfig::from_value(serde_json::json!({
+            "engine": {
+                "backend": "vllm",
+                "worker_type": worker_type,
+                "block_size": options.block_size,
+                "num_gpu_blocks": options.capacity,
+                "max_num_seqs": 256,
+                "max_num_batched_tokens": 8192,
+                "kv_transfer_bandwidth": options.link,
+                "kv_transfer_bytes_per_token": options.token_bytes,
+                // As vLLM's NIXL connector does: a decode worker reads only what it lacks.
+                "kv_transfer_timing_mode": "destination_missing",
+            }
+        }))
+    };
+    simulate_trace_file_disagg_with_router_mode_and_format(
+        OfflineDisaggReplayConfig {
+            prefill_args: workers("prefill")?,
+            decode_args: workers("decode")?,
+            num_prefill_workers: options.prefill,
+            num_decode_workers: options.decode,
+        },
+        Some(KvRouterConfig {
+            decode_overlap_score_weight: Some(weight),
+            ..Default::default()
+        }),
+        None,
+        trace,
+        options.block_size,
+        options.speedup,
+        ReplayRouterMode::KvRouter,
+        TraceFileFormat::Mooncake,
+        0.0,
+        1,
+        true,
+        None,
+        Default::default(),
+    )
+}
+
+fn row(options: &Options, weight: f64, report: &TraceSimulationReport) -> Result<Row> {
+    let bytes_a_ms = options.link * 1e6;
+    let (mut full_bytes, mut moved_bytes) = (0.0, 0.0);
+    let mut requests = vec![0.0_f64; options.decode];
+    let mut changes = Vec::new();
+    for record in &report.per_request {
+        let (Some(worker), Some(reserved_ms), Some(activated_ms)) = (
+            record.decode_worker_idx,
+            record.destination_reserved_ms,
+            record.destination_activated_ms,
+        ) else {
+            bail!("request {} never reached a decode worker", record.uuid);
+        };
+        let blocks = record.input_length.div_ceil(options.block_size);
+        full_bytes += (blocks * options.block_size * options.token_bytes) as f64;
+        // The replay's transfer takes as long as the missing blocks need on the link.
+        moved_bytes += (activated_ms - reserved_ms) * bytes_a_ms;
+        requests[worker] += 1.0;
+        changes.push((reserved_ms, worker, blocks as f64));
+        changes.push((record.terminal_time_ms, worker, -(blocks as f64)));
+    }
+    ensure!(!report.per_request.is_empty(), "the trace has no requests");
+    // Those that end go first.
+    changes.sort_by(|left, right| left.0.total_cmp(&right.0).then(left.2.total_cmp(&right.2)));
+    let mut load = vec![0.0_f64; options.decode];
+    let mut unevenness = 0.0;
+    for (_, worker, blocks) in changes {
+        load[worker] += blocks;
+        if blocks > 0.0 {
+            unevenness += max_over_mean(&load);
+        }
+    }
+    let itl = &report.latency.itl.distribution;
+    Ok(Row {
+        weight,
+        requests: report.per_request.len(),
+        full_bytes,
+        moved_bytes,
+        saved_share: 1.0 - moved_bytes / full_bytes,
+        load_max_over_mean: unevenness / report.per_request.len() as f64,
+        requests_max_over_mean: max_over_mean(&requests),
+        ttft_median_ms: report.latency.ttft.median_ms,
+        ttft_p99_ms: report.latency.ttft.p99_ms,
+        itl_median_ms: itl.median_ms,
+        itl_p99_ms: itl.p99_ms,
+    })
+}
+
+fn max_over_mean(values: &[f64]) -> f64 {
+    let max = values.iter().copied().fold(0.0, f64::max);
+    max * values.len() as f64 / values.iter().sum::<f64>()
+}
+
+fn table(rows: &[Row]) {
+    println!(
+        "{:>6} {:>9} {:>10} {:>7} {:>10} {:>14} {:>14}",
+        "weight", "full GB", "moved GB", "saved", "imbalance", "TTFT p50/p99", "ITL p50/p99"
+    );
+    for row in rows {
+        println!(
+            "{:>6} {:>9.0} {:>10.0} {:>6.1}% {:>10.2} {:>8.0}/{:<5.0} {:>8.2}/{:<5.2}",
+            row.weight,
+            row.full_bytes / 1e9,
+            row.moved_bytes / 1e9,
+            row.saved_share * 100.0,
+            row.load_max_over_mean,
+            row.ttft_median_ms,
+            row.ttft_p99_ms,
+            row.itl_median_ms,
+            row.itl_p99_ms
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uneven_load_is_the_fullest_worker_over_the_mean() {
+        assert_eq!(max_over_mean(&[3.0, 0.0, 0.0]), 3.0);
+        assert_eq!(max_over_mean(&[2.0, 2.0]), 1.0);
+    }
+}
