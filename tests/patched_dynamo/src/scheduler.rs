@@ -671,7 +671,11 @@ impl History {
 }
 
 fn worker(id: WorkerId, random: &mut fastrand::Rng) -> Worker {
-    let zone = if id % 2 == 0 { "zone=a" } else { "zone=b" };
+    let zone = if id.is_multiple_of(2) {
+        "zone=a"
+    } else {
+        "zone=b"
+    };
     Worker {
         ranks: random.u32(1..=2),
         batched_tokens: Some(2048),

@@ -5,7 +5,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use dynamo_kv_router::KvRouterConfig;
 use dynamo_kv_router::config::try_kv_router_config_from_dynamo_env;
 use dynamo_kv_router::plugins::RouterPluginRegistry;
@@ -76,7 +76,7 @@ pub(crate) fn set_weight(
         Ok(())
     }
     #[cfg(not(kvdelta_patched))]
-    bail!("--weight {weight}: this build has no such field, being of unpatched crates")
+    anyhow::bail!("--weight {weight}: this build has no such field, being of unpatched crates")
 }
 
 /// Writes a model without weights whose tokens are words, unless it is there; its whole path.

@@ -343,7 +343,7 @@ impl Stack {
     async fn ask(&mut self, step: usize, record: &mut Record) -> Result<()> {
         let prompt = self.prompt(60);
         let mut asks = Asks {
-            extra_fields: step % 2 == 0,
+            extra_fields: step.is_multiple_of(2),
             ..Asks::default()
         };
         let (some_prefill, some_decode) = (
