@@ -126,7 +126,8 @@ fn run(command: Command) -> Result<Lines> {
         } => {
             let settings = options.settings()?;
             record = Record::create(&options.out)?;
-            stack::record(&settings, routing, &model.folder, options.seed, &mut record)?;
+            let model = settings::write_model(&model.folder)?;
+            stack::record(&settings, routing, &model, options.seed, &mut record)?;
         }
         Command::ReadCards { cards, out } => {
             record = Record::create(&out)?;
