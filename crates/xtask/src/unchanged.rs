@@ -23,7 +23,6 @@ use compare::Kinds;
 
 const NAME: &str = "kvdelta-recorder";
 
-const POLICY: &str = "policy.yaml";
 const WEIGHT: &str = "decode_overlap_score_weight";
 const VARIABLE: &str = "DYN_ROUTER_DECODE_OVERLAP_SCORE_WEIGHT";
 
@@ -259,6 +258,11 @@ impl Recorders {
         fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
     }
 
+    /// The policy file of the run at hand. Its path goes into cards and their checksums.
+    fn policy(&self) -> PathBuf {
+        self.folder.join("policy.yaml")
+    }
+
     fn cards(&self, run: &str) -> PathBuf {
         self.folder.join(run).join("cards")
     }
@@ -268,7 +272,7 @@ impl Recorders {
         let folder = self.folder.join(run.name);
         fs::create_dir_all(&folder)?;
         if let Told::File(parameters) = run.told {
-            fs::write(folder.join(POLICY), policy(parameters))?;
+            fs::write(self.policy(), policy(parameters))?;
         }
         let step = Step::begin(format!("recording: {}", run.name));
         let records: Vec<_> = thread::scope(|scope| {
@@ -289,7 +293,6 @@ impl Recorders {
     }
 
     fn record_stream(&self, run: &Run, stream: Stream) -> Result<()> {
-        let folder = self.folder.join(run.name);
         let mut recorder = self.recorder(run.crates);
         match stream {
             Stream::Scheduler => recorder.arg("scheduler"),
@@ -309,9 +312,10 @@ impl Recorders {
             Told::Nothing => &mut recorder,
             Told::Field(weight) => recorder.args(["--weight", weight]),
             Told::Variable(weight) => recorder.env(VARIABLE, weight),
-            Told::File(_) => recorder.arg("--policy").arg(folder.join(POLICY)),
+            Told::File(_) => recorder.arg("--policy").arg(self.policy()),
         };
-        command::quiet(recorder, &folder.join(format!("{}.log", stream.name())))
+        let log = self.path(run.name, stream).with_extension("log");
+        command::quiet(recorder, &log)
     }
 
     /// A recorder without the settings of this shell.

@@ -28,9 +28,6 @@ pub(crate) fn write(
     fs::create_dir_all(cards).with_context(|| format!("cannot make {}", cards.display()))?;
     let mut names = Names::default();
     names.text(model.display().to_string(), "model");
-    if let Some(policy) = settings.policy() {
-        names.text(policy, "policy");
-    }
     record.bytes(
         "setting",
         serde_json::to_string(&RouterConfigOverride::default())?,

@@ -29,7 +29,6 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use crate::names::Names;
 use crate::record::Record;
 use crate::settings::Settings;
 
@@ -64,9 +63,7 @@ pub(crate) fn record(settings: &Settings, seed: u64, record: &mut Record) -> Res
                 let mut config = settings.config();
                 config.conditional_disagg_enabled = conditional;
                 variation.apply(&mut config);
-                let names = names(settings);
-                let written = serde_json::to_string(&config)?;
-                record.bytes("config", names.in_text(&written))?;
+                record.bytes("config", serde_json::to_string(&config)?)?;
                 history += 1;
                 runtime.block_on(async {
                     History::new(role, variation, config, seed * 1000 + history)?
@@ -77,14 +74,6 @@ pub(crate) fn record(settings: &Settings, seed: u64, record: &mut Record) -> Res
         }
     }
     Ok(())
-}
-
-fn names(settings: &Settings) -> Names {
-    let mut names = Names::default();
-    if let Some(policy) = settings.policy() {
-        names.text(policy, "policy");
-    }
-    names
 }
 
 /// What differs from the default settings.

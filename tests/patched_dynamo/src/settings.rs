@@ -19,7 +19,6 @@ pub(crate) const VOCABULARY: u32 = 4096;
 #[derive(Debug)]
 pub(crate) struct Settings {
     config: KvRouterConfig,
-    policy: Option<PathBuf>,
 }
 
 impl Settings {
@@ -29,20 +28,12 @@ impl Settings {
             try_kv_router_config_from_dynamo_env().map_err(|error| anyhow!("{error}"))?;
         config.router_policy_config = policy.map(|path| path.display().to_string());
         set_weight(&mut config, weight)?;
-        Ok(Self {
-            config,
-            policy: policy.map(Path::to_owned),
-        })
+        Ok(Self { config })
     }
 
     /// The router's configuration, to be changed for one stream.
     pub(crate) fn config(&self) -> KvRouterConfig {
         self.config.clone()
-    }
-
-    /// The path of the policy file, which is not the same in all runs.
-    pub(crate) fn policy(&self) -> Option<String> {
-        self.policy.as_ref().map(|path| path.display().to_string())
     }
 
     /// Dynamo's policies, as its frontends link them.
