@@ -212,6 +212,9 @@ impl<'a> Tree<'a> {
                 "CARGO_TARGET_DIR",
                 self.cache.folder("target/upstream-tests")?,
             )
+            // The test program of dynamo-llm alone would take 2 GB, and its increments 3.
+            .env("CARGO_INCREMENTAL", "0")
+            .env("CARGO_PROFILE_DEV_DEBUG", "0")
             .env(
                 SWAGGER_UI_VARIABLE,
                 format!("file://{}", swagger_ui.display()),
