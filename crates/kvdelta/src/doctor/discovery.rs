@@ -99,7 +99,8 @@ struct Lora {
 
 #[derive(Debug, Default, Deserialize)]
 struct RuntimeConfig {
-    data_parallel_size: Option<u64>,
+    /// As wide as Dynamo's, so that sums over workers fit.
+    data_parallel_size: Option<u32>,
     kv_event_publishing_enabled: Option<bool>,
     kv_event_source_mode: Option<String>,
     enable_local_indexer: Option<bool>,
@@ -220,7 +221,7 @@ fn worker(namespace: String, component: String, instance_id: u64, card: Card, ke
         card: key.to_owned(),
         role: worker_type.as_deref().and_then(Role::parse),
         block_size_tokens: kv_cache_block_size,
-        data_parallel_ranks: runtime.data_parallel_size.unwrap_or(1),
+        data_parallel_ranks: runtime.data_parallel_size.map_or(1, u64::from),
         publishes_events: runtime.kv_event_publishing_enabled,
         event_source_mode: runtime.kv_event_source_mode,
         local_indexer: runtime.enable_local_indexer,
@@ -411,5 +412,30 @@ mod tests {
         let deployment = deployment(&entries, &Wanted::default());
         assert_eq!(deployment.broken_entries.len(), 3);
         assert_eq!(deployment.workers.len(), 1);
+    }
+    #[test]
+    fn ranks_beyond_dynamos_number_are_a_broken_record() {
+        let sized = |id, size: u64| {
+            let runtime = json!({"data_parallel_size": size});
+            let fields =
+                json!({"display_name": "m", "worker_type": "decode", "runtime_config": runtime});
+            card(id, fields)
+        };
+        let most = u64::from(u32::MAX);
+        let entries = [
+            sized(1, u64::MAX),
+            sized(2, most + 1),
+            sized(3, most),
+            sized(4, most),
+        ];
+        let deployment = deployment(&entries, &Wanted::default());
+        assert_eq!(deployment.broken_entries.len(), 2);
+        assert!(
+            deployment.broken_entries[0]
+                .1
+                .contains("18446744073709551615")
+        );
+        assert_eq!(deployment.workers.len(), 2);
+        crate::doctor::check::doctor(&deployment);
     }
 }
