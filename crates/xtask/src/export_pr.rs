@@ -15,7 +15,7 @@ use crate::command;
 use crate::diff_size::DiffSize;
 use crate::frontend;
 use crate::patch;
-use crate::pr_text::{self, Facts, Header};
+use crate::pr_text::{self, Expected, Facts, Header};
 use crate::progress::say;
 use crate::upstream::Pins;
 use crate::upstream_counts::Results;
@@ -191,6 +191,8 @@ type State = BTreeMap<PathBuf, Option<Vec<u8>>>;
 struct Sources {
     pins: Pins,
     phase: usize,
+    /// The patch before this phase's.
+    patch_before: Option<String>,
     patch_name: String,
     patch_text: String,
     size: DiffSize,
@@ -217,6 +219,7 @@ impl Sources {
         Ok(Self {
             pins: Pins::read()?,
             phase: 0,
+            patch_before: None,
             patch_name: String::new(),
             patch_text: String::new(),
             size: DiffSize::default(),
@@ -256,6 +259,7 @@ impl Sources {
             sources.states.push(snapshot(root, &touched)?);
         }
         sources.phase = phase;
+        sources.patch_before = phase.checked_sub(2).map(|before| series[before].clone());
         sources.patch_name.clone_from(&series[phase - 1]);
         sources.patch_text.clone_from(&texts[phase - 1]);
         sources.limit = LINE_LIMITS
@@ -285,15 +289,21 @@ impl Sources {
             .filter(|new| new.phase == self.phase)
             .map(|new| new.name.to_owned())
             .collect();
+        let sha256_of = |text: &str| sha256(text.as_bytes());
+        let before = match &self.patch_before {
+            Some(name) => Some((name.as_str(), sha256_of(&patch::text(name)?))),
+            None => None,
+        };
+        let expected = Expected {
+            version: &self.pins.version,
+            commands: &commands,
+            before: before
+                .as_ref()
+                .map(|(name, sha256)| (*name, sha256.as_str())),
+            patch: (&self.patch_name, &sha256_of(&self.patch_text)),
+        };
         let measured = results
-            .map(|results| {
-                pr_text::rows_of(
-                    results,
-                    &self.patch_name,
-                    &sha256(self.patch_text.as_bytes()),
-                )
-                .context("--results")
-            })
+            .map(|results| pr_text::rows_of(results, &expected).context("--results"))
             .transpose()?;
         Ok(pr_text::text(
             &header,
@@ -303,8 +313,7 @@ impl Sources {
                 limit: self.limit,
                 new_crates: &new_crates,
                 commands: &commands,
-                left_out: &results
-                    .map_or_else(|| plan.not_run(), |results| results.left_out.clone()),
+                left_out: &plan.not_run(),
                 measured,
                 signoff,
             },

@@ -329,16 +329,39 @@ fn validation_text(header: &Header, facts: &Facts<'_>) -> String {
     text
 }
 
-/// The rows of `results` before and after the patch `name`, whose SHA-256 must be `sha256`.
+/// What results must be of.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Expected<'a> {
+    /// Version of Dynamo.
+    pub(crate) version: &'a str,
+    /// The commands of upstream's tests, in the order of the plan.
+    pub(crate) commands: &'a [String],
+    /// Name and SHA-256 of the patch before; `None` for the first one.
+    pub(crate) before: Option<(&'a str, &'a str)>,
+    /// Name and SHA-256 of the patch.
+    pub(crate) patch: (&'a str, &'a str),
+}
+
+/// The rows of `results` before and after a patch.
+///
+/// # Errors
+/// They are not of this version, this patch and these commands, or not every test is good.
 pub(crate) fn rows_of<'a>(
     results: &'a Results,
-    name: &str,
-    sha256: &str,
+    expected: &Expected<'_>,
 ) -> Result<(&'a Row, &'a Row)> {
+    if results.dynamo != expected.version {
+        bail!(
+            "they are of Dynamo {:?}, pinned is {}",
+            results.dynamo,
+            expected.version
+        );
+    }
     let problems = results.problems();
     if !problems.is_empty() {
         bail!("not every test is as it should be: {}", problems.join("; "));
     }
+    let name = expected.patch.0;
     let index = results
         .rows
         .iter()
@@ -348,16 +371,20 @@ pub(crate) fn rows_of<'a>(
     let before = index
         .checked_sub(1)
         .and_then(|before| results.rows.get(before))
+        .filter(|row| row.patch.as_deref() == expected.before.map(|(name, _)| name))
         .with_context(|| format!("no results of the sources before {name}"))?;
-    if after.patch_sha256.as_deref() != Some(sha256) {
-        bail!("they are of another text of {name}: run `cargo xtask test --each-patch` again");
-    }
-    for (before, after) in before.runs.iter().zip(&after.runs) {
-        if before.command != after.command {
+    for (row, patch) in [(before, expected.before), (after, Some(expected.patch))] {
+        if row.patch_sha256.as_deref() != patch.map(|(_, sha256)| sha256) {
             bail!(
-                "{:?} and {:?} do not compare",
-                before.command,
-                after.command
+                "they are of another text of {}: run `cargo xtask test --each-patch` again",
+                patch.map_or(name, |(name, _)| name)
+            );
+        }
+        let commands: Vec<&str> = row.runs.iter().map(|run| run.command.as_str()).collect();
+        if commands != expected.commands {
+            bail!(
+                "they are of the commands {commands:?}, tests.toml has {:?}",
+                expected.commands
             );
         }
     }
@@ -473,8 +500,9 @@ diff --git a/lib/x.rs b/lib/x.rs
     #[test]
     fn given_results_stand_beside_each_other() {
         let results = results("0001-x.patch", "00");
+        let commands = ["cargo test -p dynamo-x".to_owned()];
         let mut facts = facts("A B <a@b.c>", &[]);
-        facts.measured = Some(rows_of(&results, "0001-x.patch", "00").unwrap());
+        facts.measured = Some(rows_of(&results, &expected(&commands)).unwrap());
         facts.left_out = &results.left_out;
         let text = text(&Header::parse(PATCH).unwrap(), &facts);
         for part in [
@@ -486,23 +514,77 @@ diff --git a/lib/x.rs b/lib/x.rs
         assert!(!text.contains("no results were given"));
     }
 
-    #[test]
-    fn results_of_another_patch_or_with_a_problem_are_refused() {
-        let mut results = results("0001-x.patch", "00");
-        for (name, sha256, said) in [
-            ("0002-y.patch", "00", "no results of 0002-y.patch"),
-            ("0001-x.patch", "11", "another text"),
-        ] {
-            let error = rows_of(&results, name, sha256).unwrap_err().to_string();
-            assert!(error.contains(said), "{error}");
+    fn expected(commands: &[String]) -> Expected<'_> {
+        Expected {
+            version: "1.6.1",
+            commands,
+            before: None,
+            patch: ("0001-x.patch", "00"),
         }
-        results.rows[1].runs[0].problems.push("a: gone".into());
-        let error = rows_of(&results, "0001-x.patch", "00").unwrap_err();
-        assert!(error.to_string().contains("a: gone"), "{error}");
-        results.rows.remove(0);
-        results.rows[0].runs[0].problems.clear();
-        let error = rows_of(&results, "0001-x.patch", "00").unwrap_err();
-        assert!(error.to_string().contains("before"), "{error}");
+    }
+
+    fn results_refused(change: impl FnOnce(&mut Results), said: &str) {
+        let mut results = results("0001-x.patch", "00");
+        change(&mut results);
+        let commands = ["cargo test -p dynamo-x".to_owned()];
+        let error = rows_of(&results, &expected(&commands)).unwrap_err();
+        assert!(error.to_string().contains(said), "{said}: {error}");
+    }
+
+    #[test]
+    fn results_of_something_else_or_with_a_problem_are_refused() {
+        let after = |results: &mut Results, patch: &str, sha256: &str| {
+            results.rows[1].patch = Some(patch.into());
+            results.rows[1].patch_sha256 = Some(sha256.into());
+        };
+        results_refused(
+            |results| results.dynamo = "1.6.0".into(),
+            "Dynamo \"1.6.0\"",
+        );
+        results_refused(
+            |results| after(results, "0002-y.patch", "00"),
+            "no results of 0001-x.patch",
+        );
+        results_refused(
+            |results| after(results, "0001-x.patch", "11"),
+            "another text",
+        );
+        results_refused(|results| drop(results.rows.remove(0)), "sources before");
+        results_refused(
+            |results| results.rows[0].patch = Some("0000-w.patch".into()),
+            "sources before",
+        );
+        results_refused(
+            |results| results.rows[1].runs[0].problems.push("a: gone".into()),
+            "a: gone",
+        );
+    }
+
+    #[test]
+    fn results_that_hold_nothing_are_refused() {
+        results_refused(
+            |results| results.rows.iter_mut().for_each(|row| row.runs.clear()),
+            "commands []",
+        );
+        results_refused(|results| results.rows[0].runs.clear(), "commands []");
+        results_refused(
+            |results| results.rows[1].runs[0].command = "true".into(),
+            "commands [\"true\"]",
+        );
+        results_refused(
+            |results| {
+                let run = results.rows[1].runs[0].clone();
+                results.rows[1].runs.push(run);
+            },
+            "tests.toml has",
+        );
+        results_refused(
+            |results| {
+                let run = &mut results.rows[1].runs[0];
+                (run.counts.passed, run.counts.ignored, run.listed) = (0, 0, 0);
+            },
+            "no test passed",
+        );
     }
 
     #[test]

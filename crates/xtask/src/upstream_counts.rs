@@ -180,6 +180,33 @@ pub(crate) struct Run {
     pub(crate) seconds: f64,
 }
 
+impl Run {
+    /// Why the run is not good: what was noted when it ran, else what its numbers say.
+    fn faults(&self) -> Vec<String> {
+        if !self.problems.is_empty() {
+            return self.problems.clone();
+        }
+        let Counts {
+            passed,
+            failed,
+            ignored,
+            ..
+        } = self.counts;
+        let mut faults = Vec::new();
+        if passed == 0 {
+            faults.push("no test passed".to_owned());
+        }
+        if failed > 0 {
+            faults.push(format!("{failed} failed"));
+        }
+        let ran = u128::from(passed) + u128::from(failed) + u128::from(ignored);
+        if ran != u128::from(self.listed) {
+            faults.push(format!("{ran} tests counted of {} listed", self.listed));
+        }
+        faults
+    }
+}
+
 /// The runs on one state of the sources.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -230,7 +257,7 @@ impl Results {
         for row in &self.rows {
             for run in &row.runs {
                 problems.extend(
-                    run.problems
+                    run.faults()
                         .iter()
                         .map(|problem| format!("{}, {}: {problem}", row.sources(), run.name)),
                 );
@@ -406,6 +433,26 @@ pub(crate) mod tests {
         let mut results = results("0001-x.patch", "00");
         results.rows[1].runs[0].problems.push("a: gone".into());
         assert_eq!(results.problems(), ["0001-x.patch, dynamo-x: a: gone"]);
+    }
+
+    #[test]
+    fn numbers_that_cannot_be_of_a_good_run_are_a_problem() {
+        for (passed, failed, listed, said) in [
+            (0, 0, 2, "no test passed"),
+            (5, 1, 8, "1 failed"),
+            (5, 0, 8, "7 tests counted of 8 listed"),
+            (u64::MAX, 0, 0, "18446744073709551617 tests counted of 0"),
+        ] {
+            let mut results = results("0001-x.patch", "00");
+            let run = &mut results.rows[0].runs[0];
+            run.counts.passed = passed;
+            run.counts.failed = failed;
+            run.listed = listed;
+            let problems = results.problems();
+            let expected = format!("before the series, dynamo-x: {said}");
+            assert!(problems[0].starts_with(&expected), "{problems:?}");
+            assert_eq!(problems.len(), 1, "{problems:?}");
+        }
     }
 
     #[test]
