@@ -56,10 +56,15 @@ pub(crate) fn logged_status(name: &str, command: &mut Command, log: &Path) -> Re
     Ok(status)
 }
 
+/// Runs `command` with its output on the terminal, and returns how it ended.
+pub(crate) fn shown_status(command: &mut Command) -> Result<ExitStatus> {
+    eprintln!("$ {}", shown(command));
+    wait(command, || ())
+}
+
 /// Runs `command` with its output on the terminal.
 pub(crate) fn shown_run(mut command: Command) -> Result<()> {
-    eprintln!("$ {}", shown(&command));
-    let status = wait(&mut command, || ())?;
+    let status = shown_status(&mut command)?;
     if !status.success() {
         bail!("{} failed ({status})", shown(&command));
     }
