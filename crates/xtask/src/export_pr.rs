@@ -3,7 +3,8 @@
 //! The pull request of one phase, in the form of Dynamo's repository.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
@@ -96,7 +97,7 @@ pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
         ("--text", Some(&text_path)),
         ("--out", options.onto.is_none().then_some(tree)),
     ] {
-        if let Some(path) = path.filter(|path| path.exists()) {
+        if let Some(path) = path.filter(|path| fs::symlink_metadata(path).is_ok()) {
             bail!("{option}: {} exists, name another", path.display());
         }
     }
@@ -108,18 +109,29 @@ pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
     let results = options.results.as_deref().map(read_results).transpose()?;
     let sources = Sources::of_phase(options.phase)?;
     let text = sources.text(results.as_ref(), &signoff)?;
-    if options.onto.is_some() {
-        let writes = sources.onto(tree, options.with_earlier)?;
-        require_clean(tree, writes.keys())?;
-        for (path, contents) in &writes {
-            write(&tree.join(path), contents)?;
-            println!("{}", tree.join(path).display());
+    let writes = match options.onto {
+        Some(_) => {
+            let writes = sources.onto(tree, options.with_earlier)?;
+            require_clean(tree, writes.keys())?;
+            require_no_links(tree, writes.keys())?;
+            Some(writes)
         }
-    } else {
-        sources.write_tree(tree)?;
-        println!("{}", tree.display());
-    }
-    write(&text_path, text.as_bytes())?;
+        None => None,
+    };
+    with_new_file(&text_path, &text, || match &writes {
+        Some(writes) => {
+            for (path, contents) in writes {
+                write(&tree.join(path), contents)?;
+                println!("{}", tree.join(path).display());
+            }
+            Ok(())
+        }
+        None => {
+            sources.write_tree(tree)?;
+            println!("{}", tree.display());
+            Ok(())
+        }
+    })?;
     println!("{}", text_path.display());
     println!("{}", pr_text::size_line(sources.size, sources.limit));
     if results.is_none() {
@@ -542,9 +554,22 @@ fn require_clean<'a>(tree: &Path, paths: impl Iterator<Item = &'a PathBuf>) -> R
     let mut inside = Command::new("git");
     inside
         .args(["rev-parse", "--is-inside-work-tree"])
+        .env("LC_ALL", "C")
         .current_dir(tree);
-    if command::output(inside).is_err() {
-        return Ok(());
+    match command::output(inside) {
+        Ok(_) => {}
+        // Not the words of a .git that leads nowhere: "not a git repository: <path>".
+        Err(error) if format!("{error:#}").contains("not a git repository (or any") => {
+            return Ok(());
+        }
+        Err(error) => {
+            return Err(error).with_context(|| {
+                format!(
+                    "{}: whether it has changes cannot be told; nothing was written",
+                    tree.display()
+                )
+            });
+        }
     }
     let mut status = Command::new("git");
     status
@@ -560,6 +585,40 @@ fn require_clean<'a>(tree: &Path, paths: impl Iterator<Item = &'a PathBuf>) -> R
         );
     }
     Ok(())
+}
+
+/// Refuses a tree in which a file that is to be written, or a folder on its way, is a symbolic
+/// link: what it leads to need not be in the tree.
+fn require_no_links<'a>(tree: &Path, paths: impl Iterator<Item = &'a PathBuf>) -> Result<()> {
+    for path in paths {
+        let mut on_the_way: Vec<&Path> = path.ancestors().collect();
+        // The tree itself is what the option names.
+        on_the_way.pop();
+        for part in on_the_way.iter().rev() {
+            let full = tree.join(part);
+            if fs::symlink_metadata(&full).is_ok_and(|metadata| metadata.is_symlink()) {
+                bail!("{} is a symbolic link; nothing was written", full.display());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Makes the file `path`, calls `first`, and fills the file; without success of `first` it is
+/// removed again.
+fn with_new_file(path: &Path, text: &str, first: impl FnOnce() -> Result<()>) -> Result<()> {
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
+    }
+    let mut file = File::create_new(path)
+        .with_context(|| format!("--text: cannot write {}", path.display()))?;
+    if let Err(error) = first() {
+        // The first error is the one to tell.
+        let _ = fs::remove_file(path);
+        return Err(error);
+    }
+    file.write_all(text.as_bytes())
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn git_identity() -> Result<String> {
@@ -611,23 +670,11 @@ fn write(path: &Path, contents: &[u8]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::upstream::Pin;
-
-    fn pins() -> Pins {
-        Pins {
-            version: "1.6.1".into(),
-            commit: "c".into(),
-            crates: vec![Pin {
-                name: "dynamo-x".into(),
-                path: "lib/x".into(),
-                sha256: String::new(),
-            }],
-        }
-    }
+    use crate::upstream::tests::pins;
 
     #[test]
     fn the_repository_has_its_own_manifest_and_nothing_that_cargo_added() {
-        let mapped = |path: &str| repository_path(Path::new(path), &pins());
+        let mapped = |path: &str| repository_path(Path::new(path), &pins(""));
         assert_eq!(
             mapped("lib/x/Cargo.toml.orig"),
             Some("lib/x/Cargo.toml".into())
@@ -650,11 +697,11 @@ mod tests {
         };
         let both = format!("{}{}", change("Cargo.toml"), change("Cargo.toml.orig"));
         assert_eq!(
-            touched_files(&both, &pins()).unwrap(),
+            touched_files(&both, &pins("")).unwrap(),
             [PathBuf::from("lib/x/Cargo.toml.orig")]
         );
         for one in ["Cargo.toml", "Cargo.toml.orig"] {
-            let error = touched_files(&change(one), &pins()).unwrap_err();
+            let error = touched_files(&change(one), &pins("")).unwrap_err();
             assert!(error.to_string().contains("change both"), "{error}");
         }
     }
@@ -727,6 +774,54 @@ mod tests {
         fs::write(folder.path().join("a"), "2").unwrap();
         let error = require_clean(folder.path(), paths.iter()).unwrap_err();
         assert!(error.to_string().contains("a has changes"), "{error}");
+    }
+
+    #[test]
+    fn a_repository_that_git_cannot_read_is_not_taken_for_none() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join(".git"), "gitdir: /no/such/folder\n").unwrap();
+        let paths = [PathBuf::from("a")];
+        let error = require_clean(folder.path(), paths.iter()).unwrap_err();
+        let error = format!("{error:#}");
+        for part in ["nothing was written", "/no/such/folder"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_link_on_the_way_to_a_file_is_refused() {
+        let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let tree = folder.path().join("tree");
+        fs::create_dir_all(folder.path().join("real/lib")).unwrap();
+        std::os::unix::fs::symlink(folder.path().join("real"), &tree).unwrap();
+        let check = |path: &str| require_no_links(&tree, [PathBuf::from(path)].iter());
+        assert!(check("lib/a/new.rs").is_ok(), "the tree itself may be one");
+        std::os::unix::fs::symlink(elsewhere.path(), tree.join("lib/a")).unwrap();
+        std::os::unix::fs::symlink("/no/such/file", tree.join("lib/file")).unwrap();
+        for (path, link) in [("lib/a/new.rs", "lib/a"), ("lib/file", "lib/file")] {
+            let error = check(path).unwrap_err().to_string();
+            assert!(
+                error.contains(&format!("{link} is a symbolic link")),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_text_is_there_if_the_tree_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("new/PR.md");
+        let error = with_new_file(&path, "text", || {
+            assert!(path.exists());
+            bail!("the disk is full")
+        });
+        assert_eq!(error.unwrap_err().to_string(), "the disk is full");
+        assert!(!path.exists());
+        with_new_file(&path, "text", || Ok(())).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "text");
+        let again = with_new_file(&path, "other", || panic!("the tree must not be written"));
+        assert!(again.unwrap_err().to_string().contains("PR.md"));
+        assert_eq!(fs::read_to_string(&path).unwrap(), "text");
     }
 
     #[test]

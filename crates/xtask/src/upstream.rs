@@ -192,7 +192,7 @@ fn cargo_home() -> Result<PathBuf> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     fn pin(sha256: &str) -> Pin {
@@ -200,6 +200,15 @@ mod tests {
             name: "dynamo-x".into(),
             path: "lib/x".into(),
             sha256: sha256.into(),
+        }
+    }
+
+    /// The pins of one crate.
+    pub(crate) fn pins(sha256: &str) -> Pins {
+        Pins {
+            version: "1.6.1".into(),
+            commit: "c".into(),
+            crates: vec![pin(sha256)],
         }
     }
 

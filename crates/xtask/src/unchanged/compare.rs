@@ -189,7 +189,7 @@ pub(super) fn other_versions(registry: &str, patched: &str) -> Result<Vec<String
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::upstream::Pin;
+    use crate::upstream::tests::pins;
 
     const RECORD: &str = "{\"kind\":\"choice\",\"what\":1}\n{\"kind\":\"event\",\"what\":2}\n";
 
@@ -233,18 +233,6 @@ mod tests {
             BTreeSet::from(["choice".to_owned()])
         );
         assert_eq!(kinds_that_differ(RECORD, "").unwrap().len(), 2);
-    }
-
-    fn pins(sha256: &str) -> Pins {
-        Pins {
-            version: "1.6.1".into(),
-            commit: "c".into(),
-            crates: vec![Pin {
-                name: "dynamo-x".into(),
-                path: "lib/x".into(),
-                sha256: sha256.into(),
-            }],
-        }
     }
 
     const LOCK: &str = "version = 4\n\n[[package]]\nname = \"dynamo-x\"\nversion = \"1.6.1\"\n\
