@@ -30,39 +30,44 @@ use serde::Serialize;
 #[command(name = "cargo xtask bench replay")]
 #[command(after_help = "Examples:
   cargo xtask bench replay --trace conversation_trace.jsonl
-  cargo xtask bench replay --trace conversation_trace.jsonl --speedup 4 --weights 0,2 --json")]
+  cargo xtask bench replay --trace conversation_trace.jsonl --speedup 4 --weights 0,2 --json
+
+Exit codes: 0 done, 1 failed, 2 an option that cannot be used.")]
 struct Options {
     /// Trace in the Mooncake format, one request a line; `.gz` is unpacked.
     #[arg(long, value_name = "FILE")]
     trace: PathBuf,
     /// Weights to compare.
-    #[arg(long, value_delimiter = ',', default_value = "0,1,2,4,8")]
+    #[arg(long, value_delimiter = ',', default_value = "0,1,2,4,8", value_parser = weight)]
     weights: Vec<f64>,
     /// Prefill workers.
-    #[arg(long, default_value_t = 32)]
+    #[arg(long, value_name = "WORKERS", default_value_t = 32, value_parser = count)]
     prefill: usize,
     /// Decode workers.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, value_name = "WORKERS", default_value_t = 16, value_parser = count)]
     decode: usize,
     /// Tokens a block; the trace's blocks have as many.
-    #[arg(long, value_name = "TOKENS", default_value_t = 512)]
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = count)]
     block_size: usize,
     /// KV blocks of each worker.
-    #[arg(long, value_name = "BLOCKS", default_value_t = 1_280)]
+    #[arg(long, value_name = "BLOCKS", default_value_t = 1_280, value_parser = count)]
     capacity: usize,
     /// How many times as fast as recorded the requests arrive.
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
     speedup: f64,
     /// Bytes of KV a token.
-    #[arg(long, value_name = "BYTES", default_value_t = 163_840)]
+    #[arg(long, value_name = "BYTES", default_value_t = 163_840, value_parser = count)]
     token_bytes: usize,
     /// Link of a decode worker, in 10^9 bytes a second.
-    #[arg(long, value_name = "GB_PER_S", default_value_t = 12.5)]
+    #[arg(long, value_name = "GB_PER_S", default_value_t = 12.5, value_parser = positive)]
     link: f64,
     /// Print JSON.
     #[arg(long)]
     json: bool,
 }
+
+/// The greatest number of workers, blocks, tokens or bytes.
+const COUNT_MAX: usize = 1_000_000_000;
 
 /// What one weight did.
 #[derive(Debug, Serialize)]
@@ -83,14 +88,32 @@ struct Row {
     itl_p99_ms: f64,
 }
 
+/// A finite number, 0 or more.
+fn weight(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("must be a finite number, 0 or more".to_owned()),
+    }
+}
+
+/// A finite number above 0.
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
+        _ => Err("must be a finite number above 0".to_owned()),
+    }
+}
+
+/// A whole number from 1 to [`COUNT_MAX`].
+fn count(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(value @ 1..=COUNT_MAX) => Ok(value),
+        _ => Err(format!("must be a whole number from 1 to {COUNT_MAX}")),
+    }
+}
+
 fn main() -> Result<()> {
     let options = Options::parse();
-    for &weight in &options.weights {
-        ensure!(
-            weight.is_finite() && weight >= 0.0,
-            "--weights: {weight} is not finite and non-negative"
-        );
-    }
     let unpacked = unpacked(&options.trace)?;
     let trace = unpacked
         .as_ref()
@@ -182,7 +205,7 @@ fn row(options: &Options, weight: f64, report: &TraceSimulationReport) -> Result
             bail!("request {} never reached a decode worker", record.uuid);
         };
         let blocks = record.input_length.div_ceil(options.block_size);
-        full_bytes += (blocks * options.block_size * options.token_bytes) as f64;
+        full_bytes += (blocks * options.block_size) as f64 * options.token_bytes as f64;
         // The replay's transfer takes as long as the missing blocks need on the link.
         moved_bytes += (activated_ms - reserved_ms) * bytes_a_ms;
         requests[worker] += 1.0;
@@ -250,5 +273,29 @@ mod tests {
     fn uneven_load_is_the_fullest_worker_over_the_mean() {
         assert_eq!(max_over_mean(&[3.0, 0.0, 0.0]), 3.0);
         assert_eq!(max_over_mean(&[2.0, 2.0]), 1.0);
+    }
+
+    #[test]
+    fn a_value_that_cannot_be_used_is_refused_with_its_option() {
+        for (option, value) in [
+            ("--link", "0"),
+            ("--link", "inf"),
+            ("--speedup", "-1"),
+            ("--speedup", "NaN"),
+            ("--prefill", "0"),
+            ("--decode", "0"),
+            ("--block-size", "0"),
+            ("--capacity", "0"),
+            ("--token-bytes", "18446744073709551615"),
+            ("--weights", "1,-2"),
+        ] {
+            let argument = format!("{option}={value}");
+            let error = Options::try_parse_from(["replay", "--trace=t", &argument]).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{argument}");
+            let text = error.to_string();
+            let named = value.rsplit(',').next().unwrap_or(value);
+            assert!(text.contains(option) && text.contains(named), "{text}");
+        }
+        assert!(Options::try_parse_from(["replay", "--trace=t", "--weights=0,2.5"]).is_ok());
     }
 }
