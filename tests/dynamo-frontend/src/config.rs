@@ -341,10 +341,7 @@ pub(crate) fn warnings(options: &Options) -> Vec<String> {
                 .to_owned(),
         );
     }
-    if options.kv.router_policy_config.is_some()
-        && options.router.router_mode != Mode::Kv
-        && !options.kv_switches.load_aware()
-    {
+    if options.kv.router_policy_config.is_some() && effective_mode(options) != Mode::Kv {
         warnings.push(
             "--router-policy-config (DYN_ROUTER_POLICY_CONFIG) has no effect without \
              --router-mode=kv"
@@ -399,10 +396,14 @@ fn check_mode(mode: Mode, kv: &KvRouterConfig, options: &Options) -> Result<(), 
             "--router-conditional-disagg requires --router-kv-events",
         ));
     }
-    if overlap.is_some_and(|weight| weight > 0.0) && options.kv_switches.load_aware() {
-        return Err(refuse(
-            "--router-decode-overlap-score-weight contradicts --load-aware",
-        ));
+    if options.kv_switches.load_aware() {
+        let DecodeOverlap { weight, source } = decode_overlap(options)?;
+        if weight > 0.0 {
+            return Err(refuse(format!(
+                "{source} sets decode_overlap_score_weight to {weight}, which contradicts \
+                 --load-aware (DYN_ROUTER_LOAD_AWARE): set 0, or leave one of them out"
+            )));
+        }
     }
     Ok(())
 }
@@ -423,7 +424,8 @@ fn check_tls(options: &Options) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn effective_mode(options: &Options) -> Mode {
+/// The mode that this frontend routes by: `--load-aware` is the KV router.
+pub(crate) fn effective_mode(options: &Options) -> Mode {
     if options.kv_switches.load_aware() {
         Mode::Kv
     } else {

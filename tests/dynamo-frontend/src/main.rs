@@ -51,7 +51,7 @@ fn main() -> ExitCode {
     }
     logging::init();
     tracing::info!(
-        router_mode = ?options.router.router_mode,
+        router_mode = ?config::effective_mode(&options),
         decode_overlap_score_weight = overlap.weight,
         source = overlap.source,
         "Frontend starts"

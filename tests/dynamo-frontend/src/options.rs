@@ -165,7 +165,7 @@ Examples:
     kvdelta-frontend --http-port 9000 --namespace prod --router-mode kv
 
   Prefer decode workers that hold the prompt's prefix (patched Dynamo only):
-    kvdelta-frontend --router-mode kv --router-decode-overlap-score-weight 1.0
+    kvdelta-frontend --router-mode kv --router-decode-overlap-score-weight 2.0
 
 Logging follows DYN_LOG. SIGINT and SIGTERM end the program cleanly, a second one at once.
 Exit codes: 0 ended when asked to, 1 failed, 2 an option, variable or file that cannot be used.";

@@ -19,8 +19,12 @@ fn options(args: &[&str]) -> Options {
 }
 
 fn refused(args: &[&str]) -> String {
-    match local_model(&options(args)) {
-        Ok(_) => panic!("{args:?} was accepted"),
+    refused_with(&options(args))
+}
+
+fn refused_with(options: &Options) -> String {
+    match local_model(options) {
+        Ok(_) => panic!("{options:?} was accepted"),
         Err(reason) => reason.to_string(),
     }
 }
@@ -391,10 +395,52 @@ fn a_bad_weight_in_the_policy_yaml_is_refused_with_file_key_and_value() {
     }
 }
 
+// Unpatched Dynamo refuses the weight itself.
+#[cfg(kvdelta_patched)]
 #[test]
 fn the_decode_overlap_weight_contradicts_load_aware_routing() {
-    let reason = refused(&["--load-aware", "--router-decode-overlap-score-weight=1"]);
-    for part in ["--router-decode-overlap-score-weight", "--load-aware"] {
-        assert!(reason.contains(part), "{reason}");
+    let of_option = options(&["--load-aware", "--router-decode-overlap-score-weight=1.5"]);
+    let mut of_variable = of_option.clone();
+    of_variable.kv.weight_is_of_variable = true;
+    let file = policy(
+        "worker_selection:\n  decode: tuned\n  instances:\n    - name: tuned\n      \
+         type: dynamo-default-cost-fn\n      parameters:\n        \
+         decode_overlap_score_weight: 1.5\n",
+    );
+    let path = file.path().to_str().expect("path");
+    let of_file = options(&["--load-aware", "--router-policy-config", path]);
+    for (options, source) in [
+        (of_option, "--router-decode-overlap-score-weight"),
+        (of_variable, "DYN_ROUTER_DECODE_OVERLAP_SCORE_WEIGHT"),
+        (of_file, path),
+    ] {
+        let reason = refused_with(&options);
+        assert!(reason.starts_with(source), "{reason}");
+        for part in ["1.5", "--load-aware"] {
+            assert!(reason.contains(part), "{reason}");
+        }
     }
+    let zero = [
+        "--load-aware",
+        "--router-policy-config",
+        path,
+        "--router-decode-overlap-score-weight=0",
+    ];
+    assert!(
+        local_model(&options(&zero)).is_ok(),
+        "the option beats the file"
+    );
+}
+
+#[test]
+fn load_aware_routing_is_the_kv_router() {
+    assert_eq!(effective_mode(&options(&["--load-aware"])), Mode::Kv);
+    assert_eq!(
+        effective_mode(&options(&["--load-aware", "--router-mode=random"])),
+        Mode::Kv
+    );
+    assert_eq!(
+        effective_mode(&options(&["--router-mode=random"])),
+        Mode::Random
+    );
 }
