@@ -89,7 +89,7 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// decode_overlap_score_weight of the second run, above 0; the first run has 0.
-    #[arg(long, default_value_t = 1.0, value_name = "WEIGHT", value_parser = positive, allow_hyphen_values = true)]
+    #[arg(long, default_value_t = 2.0, value_name = "WEIGHT", value_parser = positive, allow_hyphen_values = true)]
     pub(crate) weight: f64,
     /// Log-probability margin below which two tokens count as tied.
     #[arg(long, default_value_t = 0.001, value_name = "MARGIN", value_parser = positive, allow_hyphen_values = true)]
