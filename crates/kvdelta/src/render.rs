@@ -98,9 +98,9 @@ pub(crate) fn text(deployment: &Deployment, findings: &[Finding]) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "{words}");
     };
-    line(format!("discovery  {}", deployment.discovery));
+    line(format!("discovery  {}", plain(&deployment.discovery)));
     for frontend in &deployment.frontends {
-        line(format!("frontend   {}", frontend.url));
+        line(format!("frontend   {}", plain(&frontend.url)));
     }
     for pool in &deployment.pools() {
         let report = PoolReport::new(pool);
@@ -119,7 +119,7 @@ pub(crate) fn text(deployment: &Deployment, findings: &[Finding]) -> String {
         if !sizes.is_empty() {
             workers.push_str(&format!("; blocks of {} tokens", sizes.join(" and ")));
         }
-        line(format!("pool       {}: {workers}", pool.name()));
+        line(format!("pool       {}: {workers}", plain(&pool.name())));
     }
     for finding in findings {
         let severity = match finding.severity {
@@ -141,7 +141,7 @@ pub(crate) fn text(deployment: &Deployment, findings: &[Finding]) -> String {
                 .subsequent_indent("         ")
                 .word_splitter(textwrap::WordSplitter::NoHyphenation)
                 .break_words(false);
-            line(textwrap::fill(words, layout));
+            line(textwrap::fill(&plain(words), layout));
         }
     }
     line(String::new());
@@ -158,6 +158,22 @@ pub(crate) fn text(deployment: &Deployment, findings: &[Finding]) -> String {
         }
     ));
     text
+}
+
+/// `text` with what would steer a terminal escaped: names come from strangers.
+pub(crate) fn plain(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    for letter in text.chars() {
+        // Beside the control characters, those that turn the direction of writing.
+        let turns = matches!(letter, '\u{200e}' | '\u{200f}' | '\u{061c}'
+            | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        if letter.is_control() || turns {
+            plain.extend(letter.escape_default());
+        } else {
+            plain.push(letter);
+        }
+    }
+    plain
 }
 
 fn counted(count: usize, what: &str) -> String {

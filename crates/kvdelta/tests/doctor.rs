@@ -193,25 +193,11 @@ fn recorded_weight_1_is_healthy() {
 }
 
 #[test]
-fn recorded_weight_0_is_a_problem() {
-    let recorded = Recorded::new("weight-0");
-    let (code, findings) = recorded.findings(&[]);
-    assert_eq!(code, 1);
-    assert_eq!(
-        findings,
-        expected(&[("problem", "decode-events-not-taken")])
-    );
-}
-
-#[test]
-fn recorded_frontend_without_the_patch_is_a_problem() {
-    let recorded = Recorded::new("unpatched");
-    let (code, findings) = recorded.findings(&[]);
-    assert_eq!(code, 1);
-    assert_eq!(
-        findings,
-        expected(&[("problem", "decode-events-not-taken")])
-    );
+fn recorded_frontends_without_weight_or_patch_are_a_problem() {
+    for name in ["weight-0", "unpatched"] {
+        let problem = expected(&[("problem", "decode-events-not-taken")]);
+        assert_eq!(Recorded::new(name).findings(&[]), (1, problem), "{name}");
+    }
 }
 
 #[test]
@@ -628,4 +614,117 @@ fn a_back_end_that_cannot_be_read_is_named() {
     assert_eq!(output.status.code(), Some(2));
     let text = words(&output);
     assert!(text.contains("DYN_DISCOVERY_BACKEND=kubernetes"), "{text}");
+}
+
+#[test]
+fn passwords_of_addresses_are_not_shown() {
+    let recorded = Recorded::new("weight-1");
+    let folder = recorded.discovery.path().to_str().unwrap();
+    let with_password = |url: &str| url.replace("http://", "http://user:secret@");
+    let readable = with_password(&recorded.frontend());
+    let worker = with_password(&format!("{}/worker-1/metrics", recorded.base));
+    for json in [&["--json"][..], &[]] {
+        for arguments in [
+            [
+                "--file-kv",
+                folder,
+                "--frontend",
+                &readable,
+                "--metrics",
+                &worker,
+            ],
+            [
+                "--etcd",
+                "http://user:secret@127.0.0.1:9,https://user:secret@a",
+                "--frontend",
+                "http://user:secret@127.0.0.1:9",
+                "--metrics",
+                "user:secret@127.0.0.1:9",
+            ],
+        ] {
+            let output = doctor(&[&arguments[..], json].concat());
+            for text in [&output.stdout, &output.stderr] {
+                let text = String::from_utf8_lossy(text);
+                assert!(!text.contains("secret"), "{text}");
+            }
+            assert!(words(&output).contains("127.0.0.1"), "{arguments:?}");
+        }
+    }
+}
+
+#[test]
+fn answers_and_files_beyond_the_limit_are_not_read() {
+    let recorded = Recorded::new("weight-1");
+    let folder = recorded.discovery.path().to_str().unwrap();
+    let long = serve(|_| Answers::from([("/metrics".to_owned(), vec!["a 1\n".repeat(17 << 20)])]));
+    let output = doctor(&["--file-kv", folder, "--frontend", &long]);
+    let text = words(&output);
+    for part in ["limit of 64 MiB", &long, "UNKNOWN frontend-unreadable"] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+    let file = recorded.discovery.path().join("v1/mdc/long");
+    fs::File::create(&file)
+        .unwrap()
+        .set_len((64 << 20) + 1)
+        .unwrap();
+    let output = recorded.command(&[]);
+    assert_eq!(output.status.code(), Some(2));
+    let text = words(&output);
+    for part in ["limit of 64 MiB", file.to_str().unwrap()] {
+        assert!(text.contains(part), "{part} is not in\n{text}");
+    }
+}
+
+#[test]
+fn control_characters_of_a_card_are_escaped() {
+    let recorded = Recorded::new("weight-1");
+    let card = json!({
+        "type": "Model", "namespace": "n", "component": "c\u{9b}2J", "instance_id": 7,
+        "card_json": {"display_name": "evil\u{1b}[2J\nPROBLEM none \u{202e}"},
+    });
+    let path = recorded.discovery.path().join("v1/mdc/evil");
+    fs::write(path, card.to_string()).unwrap();
+    let output = recorded.command(&[]);
+    let text = String::from_utf8_lossy(&output.stdout);
+    let raw = |letter: char| letter != '\n' && letter.is_control() || letter == '\u{202e}';
+    assert!(!text.contains(raw), "{text:?}");
+    assert!(
+        words(&output).contains(r"evil\u{1b}[2J\nPROBLEM none \u{202e}"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_report_that_cannot_be_written_is_an_error() {
+    let recorded = Recorded::new("weight-1");
+    let folder = recorded.discovery.path().to_str().unwrap();
+    let frontend = recorded.frontend();
+    for json in [&["--json"][..], &[]] {
+        let (reader, closed) = std::io::pipe().unwrap();
+        drop(reader);
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        for stdout in [Stdio::from(full), Stdio::from(closed)] {
+            let output = Command::new(env!("CARGO_BIN_EXE_kvdelta"))
+                .args(["doctor", "--file-kv", folder, "--frontend", &frontend])
+                .args(json)
+                .stdout(stdout)
+                .output()
+                .unwrap();
+            let error = String::from_utf8_lossy(&output.stderr);
+            assert_eq!(output.status.code(), Some(2), "{error}");
+            assert!(error.contains("cannot write the report"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn an_empty_address_is_refused() {
+    for (option, value) in [("--etcd", "a,,"), ("--frontend", ""), ("--metrics", " ")] {
+        let output = doctor(&[option, value]);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{error}");
+        for part in [option, "an address is empty"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
 }

@@ -4,12 +4,13 @@
 
 use std::collections::BTreeMap;
 use std::env;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use reqwest::blocking::Client;
 
@@ -33,27 +34,28 @@ const REPEAT: Duration = Duration::from_secs(5);
   kvdelta doctor --etcd http://10.0.0.2:2379 --watch 30 --json
 
 Exit codes: 0 nothing keeps the flag from helping, 1 problems were found, 2 the deployment, or a
-part of it that decides, could not be read (also: an option that cannot be read). Warnings and notes
-do not change it.")]
+part of it that decides, could not be read (also: an option that cannot be read, a report that
+cannot be written). Warnings and notes do not change it.")]
 pub(crate) struct Options {
     /// Read discovery from this folder of Dynamo's file back end.
     #[arg(long, value_name = "DIR", conflicts_with = "etcd")]
     file_kv: Option<PathBuf>,
 
     /// Read discovery from etcd, by its HTTP address; several with commas.
-    #[arg(long, value_name = "URL", value_delimiter = ',')]
+    #[arg(long, value_name = "URL", value_delimiter = ',', value_parser = address)]
     etcd: Vec<String>,
 
     /// A frontend; may be given several times.
     #[arg(
         long = "frontend",
         value_name = "URL",
-        default_value = "http://127.0.0.1:8000"
+        default_value = "http://127.0.0.1:8000",
+        value_parser = address
     )]
     frontends: Vec<String>,
 
     /// The system port of a worker that discovery does not show; may be given several times.
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", value_parser = address)]
     metrics: Vec<String>,
 
     /// Look at this namespace only.
@@ -73,12 +75,20 @@ pub(crate) struct Options {
     json: bool,
 }
 
+/// Any address but an empty one; the rest shows when it is read.
+fn address(text: &str) -> Result<String, String> {
+    match text.trim() {
+        "" => Err("an address is empty".to_owned()),
+        _ => Ok(text.to_owned()),
+    }
+}
+
 /// Runs the command.
 pub(crate) fn run(options: &Options) -> ExitCode {
     match examine(options) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
-            eprintln!("error: {error:#}");
+            say(&format!("error: {error:#}"));
             ExitCode::from(2)
         }
     }
@@ -89,11 +99,16 @@ fn examine(options: &Options) -> Result<u8> {
     let mut deployment = read_discovery(options, &client);
     read_metrics(options, &client, &mut deployment);
     let findings = doctor(&deployment);
-    if options.json {
-        println!("{}", render::json(&deployment, &findings)?);
+    let report = if options.json {
+        render::json(&deployment, &findings)? + "\n"
     } else {
-        print!("{}", render::text(&deployment, &findings));
-    }
+        render::text(&deployment, &findings)
+    };
+    let mut output = io::stdout().lock();
+    output
+        .write_all(report.as_bytes())
+        .and_then(|()| output.flush())
+        .context("cannot write the report to standard output")?;
     Ok(exit_code(&findings))
 }
 
@@ -132,7 +147,10 @@ impl Store {
     fn name(&self) -> String {
         match self {
             Self::Files(folder) => format!("files {}", folder.display()),
-            Self::Etcd(endpoints) => format!("etcd {}", endpoints.join(",")),
+            Self::Etcd(endpoints) => {
+                let shown: Vec<String> = endpoints.iter().map(|url| http::shown(url)).collect();
+                format!("etcd {}", shown.join(","))
+            }
             Self::Other(backend) => format!("back end {backend}"),
         }
     }
@@ -202,7 +220,7 @@ fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment)
     });
     for (url, given) in frontends.iter().zip(&options.frontends) {
         deployment.frontends.push(Frontend {
-            url: given.clone(),
+            url: http::shown(given),
             metrics: both(&first, later.as_ref(), url)
                 .map(|(first, later)| metrics::frontend(first, later)),
         });
@@ -217,10 +235,13 @@ fn read_metrics(options: &Options, client: &Client, deployment: &mut Deployment)
                     .filter(|worker| ids.contains(&worker.instance_id))
                     .peekable();
                 if workers.peek().is_none() {
-                    eprintln!("warning: {url} shows no worker that discovery has here");
+                    say(&format!(
+                        "warning: {} shows no worker that discovery has here",
+                        http::shown(url)
+                    ));
                 }
                 for worker in workers {
-                    worker.metrics = Some(metrics::worker(url, first, later));
+                    worker.metrics = Some(metrics::worker(&http::shown(url), first, later));
                 }
             }
             Err(error) => {
@@ -245,7 +266,7 @@ fn both<'a>(
     let of = |scrapes: &'a Scrapes| match scrapes.get(url) {
         Some(Ok(samples)) => Ok(samples),
         Some(Err(error)) => Err(error.clone()),
-        None => Err(format!("{url} was not read")),
+        None => Err(format!("{} was not read", http::shown(url))),
     };
     Ok((of(first)?, later.map(of).transpose()?))
 }
@@ -262,6 +283,11 @@ fn scrape(client: &Client, urls: &[String]) -> Scrapes {
         .collect()
 }
 
+/// A line on standard error; without one there is nobody to tell.
+fn say(line: &str) {
+    let _ = writeln!(io::stderr(), "{}", render::plain(line));
+}
+
 /// Sleeps, and says on standard error how far it is.
 fn wait(seconds: u64) {
     let start = Instant::now();
@@ -270,7 +296,10 @@ fn wait(seconds: u64) {
         if left.is_zero() {
             break;
         }
-        eprintln!("watching: {} of {seconds} s", start.elapsed().as_secs());
+        say(&format!(
+            "watching: {} of {seconds} s",
+            start.elapsed().as_secs()
+        ));
         thread::sleep(left.min(REPEAT));
     }
 }

@@ -8,6 +8,7 @@ use super::facts::{
     Deployment, Frontend, FrontendMetrics, Pool, Role, Worker, WorkerCounters, WorkerMetrics,
 };
 use super::finding::{Finding, Severity, merged};
+use super::http;
 
 /// Below this share of the cached prefix tokens at hand, the weight is said to be small.
 const LOW_SHARE: f64 = 0.5;
@@ -17,7 +18,7 @@ const ENOUGH_TOKENS: f64 = 1000.0;
 const SET_WEIGHT: &str = "set --router-decode-overlap-score-weight (or \
     DYN_ROUTER_DECODE_OVERLAP_SCORE_WEIGHT, or decode_overlap_score_weight of \
     dynamo-default-cost-fn in the file of --router-policy-config) above 0 at the frontend, for \
-    example to 1";
+    example to 2";
 const EVENTS_ON: &str = "turn the engine's KV events on: vLLM --enable-prefix-caching and \
     --kv-events-config '{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", \"endpoint\": \
     \"tcp://*:5557\"}' (a port a worker), SGLang --kv-events-config";
@@ -437,7 +438,10 @@ fn prefix_caching(worker: &Worker, found: &mut Vec<Finding>) {
             "worker-unreadable",
             worker.name(),
             format!("{seen}; prefix caching and the flow of its events are unknown"),
-            worker.system_url.as_ref().unwrap_or(&worker.card),
+            worker
+                .system_url
+                .as_deref()
+                .map_or_else(|| worker.card.clone(), http::shown),
             "set DYN_SYSTEM_PORT at the worker, and give its address with --metrics URL if \
              discovery does not hold it",
         ));

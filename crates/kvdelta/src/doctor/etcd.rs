@@ -68,7 +68,10 @@ fn read_one(client: &Client, endpoint: &str, login: Option<&Login>) -> Result<Ve
         format!("http://{base}")
     };
     if base.starts_with("https:") {
-        bail!("{base}: etcd over TLS is not spoken here; give an http address");
+        bail!(
+            "{}: etcd over TLS is not spoken here; give an http address",
+            http::shown(&base)
+        );
     }
     let token = match login {
         Some(login) => {
@@ -94,9 +97,12 @@ fn read_one(client: &Client, endpoint: &str, login: Option<&Login>) -> Result<Ve
         let range: Range = answer(request, &url)?;
         for pair in range.kvs {
             let decode = |text: &str| {
-                STANDARD
-                    .decode(text)
-                    .with_context(|| format!("{url} answers {text:?}, which is not base64"))
+                STANDARD.decode(text).with_context(|| {
+                    format!(
+                        "{} answers {text:?}, which is not base64",
+                        http::shown(&url)
+                    )
+                })
             };
             entries.push(Entry {
                 key: String::from_utf8_lossy(&decode(&pair.key)?).into_owned(),
@@ -109,6 +115,7 @@ fn read_one(client: &Client, endpoint: &str, login: Option<&Login>) -> Result<Ve
 }
 
 fn answer<T: for<'de> Deserialize<'de>>(request: RequestBuilder, url: &str) -> Result<T> {
+    let url = http::shown(url);
     let text = http::answer(request).with_context(|| format!("cannot read {url}"))?;
     serde_json::from_str(&text).with_context(|| format!("{url} does not answer as etcd does"))
 }

@@ -4,13 +4,14 @@
 //!
 //! As `dynamo-runtime` writes it (`src/storage/kv/file.rs`); the owner touches its files.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 
 use super::discovery::{BUCKETS, Entry};
+use super::limit;
 
 /// Files that Dynamo is about to rename.
 const TEMPORARY: &str = ".tmp_";
@@ -39,13 +40,15 @@ pub(crate) fn read(root: &Path, now: SystemTime) -> Result<Vec<Entry>> {
             if name.starts_with(TEMPORARY) || !path.is_file() {
                 continue;
             }
-            let value = match fs::read(&path) {
-                Ok(value) => value,
+            let file = match File::open(&path) {
+                Ok(file) => file,
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
                 Err(error) => {
                     return Err(error).with_context(|| format!("cannot read {}", path.display()));
                 }
             };
+            let value =
+                limit::read(file).with_context(|| format!("cannot read {}", path.display()))?;
             let touched = path.metadata().and_then(|metadata| metadata.modified());
             let age = touched
                 .ok()

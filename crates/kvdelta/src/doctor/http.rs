@@ -7,7 +7,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use reqwest::blocking::{Client, RequestBuilder};
 
+use super::limit;
+
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// How much of an error page is shown.
+const SHOWN_CHARACTERS: usize = 200;
 /// Servers that are asked at the same time.
 const AT_ONCE: usize = 16;
 
@@ -33,18 +37,21 @@ pub(crate) fn text(client: &Client, url: &str) -> Result<String> {
 
 /// The text that a request is answered with.
 pub(crate) fn answer(request: RequestBuilder) -> Result<String> {
-    let response = request.send().map_err(root)?;
+    let response = request.send().map_err(|error| root(error.into()))?;
     let status = response.status();
-    let text = response.text().map_err(root)?;
+    let body = limit::read(response)
+        .map_err(root)
+        .context("the answer cannot be read")?;
+    let text = String::from_utf8_lossy(&body);
     if !status.is_success() {
-        bail!("the answer is {status} {}", text.trim());
+        let beginning: String = text.trim().chars().take(SHOWN_CHARACTERS).collect();
+        bail!("the answer is {status} {beginning}");
     }
-    Ok(text)
+    Ok(text.into_owned())
 }
 
 /// The last cause alone: those above it repeat the URL.
-fn root(error: reqwest::Error) -> anyhow::Error {
-    let error = anyhow::Error::from(error);
+fn root(error: anyhow::Error) -> anyhow::Error {
     anyhow!("{}", error.root_cause())
 }
 
@@ -83,9 +90,38 @@ pub(crate) fn metrics_url(url: &str) -> String {
     }
 }
 
+/// `url` without user and password, to be shown.
+///
+/// A password that is not escaped may hold a slash, so all before the last `@` goes.
+pub(crate) fn shown(url: &str) -> String {
+    let (scheme, rest) = match url.split_once("://") {
+        Some((scheme, rest)) if scheme.bytes().all(|byte| byte.is_ascii_alphanumeric()) => {
+            (format!("{scheme}://"), rest)
+        }
+        _ => (String::new(), url),
+    };
+    let server = rest.rsplit_once('@').map_or(rest, |(_, server)| server);
+    format!("{scheme}{server}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_password_is_not_shown() {
+        for (given, expected) in [
+            ("http://user:secret@a:1/x", "http://a:1/x"),
+            ("user:secret@a:1", "a:1"),
+            ("http://user:se/cr@et@a", "http://a"),
+            ("user:s://ecret@a", "a"),
+            ("user@x:s://ecret@a", "a"),
+            ("http://a:1/x", "http://a:1/x"),
+            ("a:1", "a:1"),
+        ] {
+            assert_eq!(shown(given), expected);
+        }
+    }
 
     #[test]
     fn a_base_gets_its_path() {

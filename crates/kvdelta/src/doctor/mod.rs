@@ -9,5 +9,6 @@ pub(crate) mod facts;
 pub(crate) mod files;
 pub(crate) mod finding;
 pub(crate) mod http;
+pub(crate) mod limit;
 pub(crate) mod metrics;
 pub(crate) mod prometheus;
