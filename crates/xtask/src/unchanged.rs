@@ -126,7 +126,7 @@ enum Must {
 
 const UNPATCHED: &str = "unpatched";
 const UNPATCHED_FILE: &str = "unpatched, policy file";
-const ON: &str = "patched, weight 1";
+const ON: &str = "patched, weight 4";
 
 /// The runs, a compared one after the one that it is compared with.
 const RUNS: [Run; 8] = [
@@ -183,7 +183,8 @@ const RUNS: [Run; 8] = [
     Run {
         name: ON,
         crates: Crates::Patched,
-        told: Told::Field("1"),
+        // Weight 1 is what conditional disaggregation credits by itself.
+        told: Told::Field("4"),
         streams: &Stream::ALL,
         must: Must::Differ(UNPATCHED),
     },
