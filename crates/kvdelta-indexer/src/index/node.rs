@@ -251,7 +251,7 @@ pub(super) struct Cells<'a> {
 impl<'a> Iterator for Cells<'a> {
     type Item = &'a AtomicU64;
 
-    #[inline]
+    #[inline(always)]
     fn next(&mut self) -> Option<&'a AtomicU64> {
         if let Some(cell) = self.words.next() {
             return Some(cell);

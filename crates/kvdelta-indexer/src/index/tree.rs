@@ -300,12 +300,19 @@ impl Tree {
             {
                 return Some(next);
             }
-            let branch = 1_u32.checked_shl(offset.wrapping_sub(1)).unwrap_or(0);
-            if parent.branches.load(Ordering::Acquire) & branch == 0 {
-                return None;
-            }
+            return self.branch(node, parent, offset, hash);
         }
         self.children.pin().get(&(node, offset, hash)).copied()
+    }
+
+    /// The child that `child` finds other than by `next`.
+    #[inline]
+    pub(super) fn branch(&self, at: u32, node: &Node, offset: u32, hash: BlockHash) -> Option<u32> {
+        let branch = 1_u32.checked_shl(offset.wrapping_sub(1)).unwrap_or(0);
+        if node.branches.load(Ordering::Acquire) & branch == 0 {
+            return None;
+        }
+        self.children.pin().get(&(at, offset, hash)).copied()
     }
 
     fn hash(&self, block: u32) -> Option<BlockHash> {
