@@ -12,5 +12,3 @@ pub(crate) mod groups;
 mod msgpack;
 pub(crate) mod normalize;
 pub(crate) mod skipped;
-#[cfg(test)]
-mod tests;
