@@ -111,7 +111,8 @@ impl Fleet {
         prompt: PromptOf<'_>,
     ) -> (usize, Option<EngineHash>) {
         let mut prompt = Prompt::new(tokens, four(), prompt);
-        self.index.overlap_of(of, tier, &mut prompt)
+        let found = self.index.overlap_of(of, tier, &mut prompt);
+        found.map_or((0, None), |found| (found.blocks, Some(found.engine)))
     }
 }
 
