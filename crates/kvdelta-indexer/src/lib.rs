@@ -9,6 +9,11 @@ mod event;
 mod hash;
 mod ids;
 mod index;
+mod ingest;
+mod metrics;
+mod stream;
+mod time;
+mod trust;
 
 pub use error::BadBlockSize;
 pub use event::{Change, Copies, Event, Source, Stored, StoredBlock};
@@ -18,3 +23,8 @@ pub use ids::{
 };
 pub use index::naive::Naive;
 pub use index::{Applied, Held, Index, Overlap, Refused, Usage};
+pub use ingest::{Action, Batch, Decode, Frame, Ingest, Limits, Link, Outcome, Ticket};
+pub use metrics::Counters;
+pub use stream::{Cursor, Digest, Observed, Order};
+pub use time::Millis;
+pub use trust::{Mark, Reason, StaleClaim, Standing, Transition, Trust, TrustBook};
