@@ -469,19 +469,22 @@ impl<D: Decode> Room<D> {
                 (Change::Stored(stored), Some(why))
                     if stored.tier == Tier::Device && told == Told::New =>
                 {
-                    rank.flaw = Some(match why {
-                        Refused::UnknownParent => Reason::UnknownParent,
-                        _ => Reason::RefusedEvent,
-                    });
-                    source.doubted = true;
+                    // Where something is missing anyway, that is the reason, and is being seen to.
+                    if rank.flaw.is_none() {
+                        rank.flaw = Some(match why {
+                            Refused::UnknownParent => Reason::UnknownParent,
+                            _ => Reason::RefusedEvent,
+                        });
+                        source.doubted = true;
+                    }
                 }
                 _ => {}
             }
         }
         if let Some(why) = batch.flaw {
-            rank.flaw = Some(why);
+            rank.flaw = rank.flaw.or(Some(why));
             // The same bytes again would not help, the state itself does.
-            source.doubted |= source.link.dumps && told == Told::New;
+            source.doubted |= why == Reason::Malformed && source.link.dumps && told == Told::New;
         }
         let changed = was != rank.flaw;
         if cleared {

@@ -16,10 +16,10 @@ use crate::trust::{Reason, Trust, TrustBook};
 
 pub(super) const SILENT: Duration = Duration::from_secs(30);
 
-/// A decoded frame. `stamp` stands for the time in an engine's payload: it differs between lives.
+/// A decoded frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Payload {
-    pub(super) stamp: u64,
+    digest: Digest,
     pub(super) batch: Batch,
 }
 
@@ -30,7 +30,7 @@ impl Decode for Plain {
     type Payload = Payload;
 
     fn digest(&self, payload: &Payload) -> Digest {
-        Digest::of(format!("{payload:?}").as_bytes())
+        payload.digest
     }
 
     fn decode(&mut self, _: WorkerRank, payload: &Payload, _: &Index) -> Batch {
@@ -72,13 +72,14 @@ pub(super) fn removed(hashes: &[u64]) -> Change {
     }
 }
 
+/// `stamp` stands for the time in an engine's payload: it differs between lives.
 pub(super) fn payload(of: WorkerRank, stamp: u64, changes: &[Change]) -> Payload {
     let events = changes.iter().map(|change| Event {
         of,
         change: change.clone(),
     });
     Payload {
-        stamp,
+        digest: Digest::of(format!("{stamp} {changes:?}").as_bytes()),
         batch: Batch {
             of,
             events: events.collect(),
@@ -133,7 +134,8 @@ impl Room {
 
     pub(super) fn q(&self, of: WorkerRank, tokens: &[u32]) -> usize {
         let mut prompt = Prompt::new(tokens, size(), PromptOf::default());
-        self.index.overlap_of(of, Tier::Device, &mut prompt).0
+        let overlap = self.index.overlap_of(of, Tier::Device, &mut prompt);
+        overlap.map_or(0, |overlap| overlap.blocks)
     }
 
     pub(super) fn metric(&self, line: &str) -> u64 {
