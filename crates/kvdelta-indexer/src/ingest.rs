@@ -467,16 +467,16 @@ impl<D: Decode> Room<D> {
                 }
                 // Claims are about device memory: what is refused of the other tiers cannot make one wrong.
                 (Change::Stored(stored), Some(why))
-                    if stored.tier == Tier::Device && told == Told::New =>
+                    if stored.tier == Tier::Device
+                        && told == Told::New
+                        // Else something is missing anyway: that is the reason, and is being seen to.
+                        && rank.flaw.is_none() =>
                 {
-                    // Where something is missing anyway, that is the reason, and is being seen to.
-                    if rank.flaw.is_none() {
-                        rank.flaw = Some(match why {
-                            Refused::UnknownParent => Reason::UnknownParent,
-                            _ => Reason::RefusedEvent,
-                        });
-                        source.doubted = true;
-                    }
+                    rank.flaw = Some(match why {
+                        Refused::UnknownParent => Reason::UnknownParent,
+                        _ => Reason::RefusedEvent,
+                    });
+                    source.doubted = true;
                 }
                 _ => {}
             }

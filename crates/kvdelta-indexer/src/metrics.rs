@@ -322,3 +322,45 @@ fn count(counter: &AtomicU64, by: u64) {
 fn read(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::Counters;
+    use crate::ids::WorkerRank;
+    use crate::time::Millis;
+    use crate::trust::TrustBook;
+
+    #[test]
+    fn the_text_is_prometheus_and_names_are_dynamos() {
+        let of = WorkerRank::new(7, 1);
+        let trust = TrustBook::new(Duration::from_secs(30));
+        trust.admit(of, Millis(0));
+        trust.heard(of, 3, Millis(500));
+        let counters = Counters::default();
+        counters.gap(4);
+        counters.lag(Some(Millis(500)), Millis(1750));
+        for _ in 0..3 {
+            counters.skipped("malformed", of);
+        }
+        let text = counters.render(&trust, Millis(2000));
+        for line in [
+            "dynamo_kvdelta_gaps_total 1",
+            "dynamo_kvdelta_frames_missed_total 4",
+            "dynamo_kvdelta_lag_seconds 1.250",
+            "dynamo_kvdelta_events_skipped_total{reason=\"malformed\"} 3",
+            "dynamo_kvdelta_trust{worker_id=\"7\",dp_rank=\"1\",trust=\"unknown\"} 1",
+            "dynamo_kvdelta_trust{worker_id=\"7\",dp_rank=\"1\",trust=\"complete\"} 0",
+            "dynamo_kvdelta_last_event_age_seconds{worker_id=\"7\",dp_rank=\"1\"} 1.500",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+        for declared in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+            let (name, kind) = declared.split_once(' ').unwrap();
+            assert!(name.starts_with("dynamo_kvdelta_"), "{name}");
+            assert_eq!(kind == "counter", name.ends_with("_total"), "{name}");
+            assert_eq!(text.matches(&format!("# TYPE {name} ")).count(), 1);
+        }
+    }
+}
