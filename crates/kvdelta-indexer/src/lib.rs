@@ -9,6 +9,11 @@ mod event;
 mod hash;
 mod ids;
 mod index;
+mod ingest;
+mod metrics;
+mod stream;
+mod time;
+mod trust;
 mod wire;
 
 pub use error::BadBlockSize;
@@ -19,6 +24,11 @@ pub use ids::{
 };
 pub use index::Naive;
 pub use index::{Applied, Held, Index, Overlap, Refused, Usage};
+pub use ingest::{Action, Batch, Decode, Frame, Ingest, Limits, Link, Outcome, Ticket};
+pub use metrics::{Counters, metric_names};
+pub use stream::{Cursor, Digest, Observed, Order};
+pub use time::Millis;
+pub use trust::{Mark, Reason, StaleClaim, Standing, Transition, Trust, TrustBook};
 pub use wire::batch::{BadBatch, Place, WireBatch, WireEvent, WireStored};
 pub use wire::dynamo::{Envelope, RouterEvent, WireRouterEvent, router_events};
 pub use wire::groups::CacheGroups;
