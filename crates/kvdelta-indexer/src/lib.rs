@@ -6,6 +6,8 @@
 
 mod error;
 mod event;
+#[cfg(feature = "feed")]
+pub mod feed;
 mod hash;
 mod ids;
 mod index;

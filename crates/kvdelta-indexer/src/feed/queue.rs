@@ -1,0 +1,268 @@
+//! The bounded queue between sockets and ingest.
+//!
+//! It is bounded in messages and in bytes. Live messages never wait: what does not fit is dropped and
+//! counted, and where it is missing a `Signal::Dropped` stands. All else waits for room.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+
+use crate::feed::{Frame, Origin, RecoverError, Signal};
+use crate::ids::WorkerRank;
+
+/// How much waits at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Messages, at least 1.
+    pub frames: usize,
+    /// Bytes of their payloads.
+    pub bytes: u32,
+}
+
+impl Default for Limits {
+    /// Room for seconds of a large fleet.
+    fn default() -> Self {
+        Self {
+            frames: 16_384,
+            bytes: 256 << 20,
+        }
+    }
+}
+
+/// What went through the queue.
+#[derive(Debug, Default)]
+pub struct Counts {
+    live: AtomicU64,
+    dropped: AtomicU64,
+    malformed: AtomicU64,
+}
+
+impl Counts {
+    /// Live messages that were queued.
+    pub fn live(&self) -> u64 {
+        self.live.load(Ordering::Relaxed)
+    }
+
+    /// Messages that found no room.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+
+    /// Messages that are none of the protocol's.
+    pub fn malformed(&self) -> u64 {
+        self.malformed.load(Ordering::Relaxed)
+    }
+}
+
+/// One signal and whom it is about. Its room in the queue is free when it is dropped.
+#[derive(Debug)]
+pub struct Heard {
+    /// Whom.
+    pub origin: Origin,
+    /// What.
+    pub signal: Signal,
+    _room: Option<OwnedSemaphorePermit>,
+}
+
+/// A queue with its two ends.
+pub fn queue(limits: Limits) -> (Inlet, Outlet) {
+    let (to, from) = mpsc::channel(limits.frames.max(1));
+    let inlet = Inlet {
+        to,
+        room: Arc::new(Semaphore::new(limits.bytes as usize)),
+        limit: limits.bytes,
+        counts: Arc::default(),
+    };
+    let outlet = Outlet {
+        from,
+        counts: Arc::clone(&inlet.counts),
+    };
+    (inlet, outlet)
+}
+
+/// The end that ingest reads.
+#[derive(Debug)]
+pub struct Outlet {
+    from: mpsc::Receiver<Heard>,
+    counts: Arc<Counts>,
+}
+
+impl Outlet {
+    /// The next signal; `None`: all feeds are gone. May be cancelled at any time.
+    pub async fn next(&mut self) -> Option<Heard> {
+        self.from.recv().await
+    }
+
+    /// The next signal if one waits.
+    pub fn try_next(&mut self) -> Option<Heard> {
+        self.from.try_recv().ok()
+    }
+
+    /// What went through the queue so far.
+    pub fn counts(&self) -> &Arc<Counts> {
+        &self.counts
+    }
+}
+
+/// The end that feeds write to.
+#[derive(Clone, Debug)]
+pub struct Inlet {
+    to: mpsc::Sender<Heard>,
+    room: Arc<Semaphore>,
+    limit: u32,
+    counts: Arc<Counts>,
+}
+
+impl Inlet {
+    /// Waits for room and says it; `false`: nobody listens any more.
+    pub async fn tell(&self, origin: Origin, signal: Signal) -> bool {
+        let heard = Heard {
+            origin,
+            signal,
+            _room: None,
+        };
+        self.to.send(heard).await.is_ok()
+    }
+
+    /// Waits for room and tells a message of a replay; `Ok(false)`: nobody listens any more.
+    ///
+    /// # Errors
+    /// `RecoverError::TooLarge`
+    pub async fn replayed(&self, of: WorkerRank, frame: Frame) -> Result<bool, RecoverError> {
+        let bytes = frame.bytes();
+        let too_large = RecoverError::TooLarge {
+            of,
+            bytes,
+            limit: self.limit as usize,
+        };
+        let permits = match u32::try_from(bytes) {
+            Ok(permits) if permits <= self.limit => permits,
+            _ => return Err(too_large),
+        };
+        let room = Arc::clone(&self.room).acquire_many_owned(permits).await;
+        let heard = Heard {
+            origin: Origin::Rank(of),
+            signal: Signal::Replayed(frame),
+            _room: room.ok(),
+        };
+        Ok(self.to.send(heard).await.is_ok())
+    }
+
+    /// A writer for the live messages of `origin`.
+    pub fn tap(&self, origin: Origin) -> Tap {
+        Tap {
+            inlet: self.clone(),
+            origin,
+            dropped: 0,
+        }
+    }
+
+    /// Waits until nobody listens any more.
+    pub async fn closed(&self) {
+        self.to.closed().await;
+    }
+}
+
+/// Where one connection puts what it hears.
+#[derive(Debug)]
+pub struct Tap {
+    inlet: Inlet,
+    origin: Origin,
+    dropped: u64,
+}
+
+impl Tap {
+    /// Puts a live message into the queue, or drops it if there is no room.
+    pub fn offer(&mut self, frame: Frame) {
+        if !self.try_offer(frame) {
+            self.dropped += 1;
+            let dropped = self.inlet.counts.dropped.fetch_add(1, Ordering::Relaxed) + 1;
+            if dropped.is_power_of_two() {
+                tracing::warn!(origin = ?self.origin, dropped, "event queue full, message dropped");
+            }
+        }
+    }
+
+    fn try_offer(&mut self, frame: Frame) -> bool {
+        if self.dropped > 0 && !self.try_tell_dropped() {
+            return false;
+        }
+        let Ok(bytes) = u32::try_from(frame.bytes()) else {
+            return false;
+        };
+        let Ok(room) = Arc::clone(&self.inlet.room).try_acquire_many_owned(bytes) else {
+            return false;
+        };
+        let heard = Heard {
+            origin: self.origin,
+            signal: Signal::Live(frame),
+            _room: Some(room),
+        };
+        let queued = !matches!(self.inlet.to.try_send(heard), Err(TrySendError::Full(_)));
+        if queued {
+            self.inlet.counts.live.fetch_add(1, Ordering::Relaxed);
+        }
+        queued
+    }
+
+    fn try_tell_dropped(&mut self) -> bool {
+        let heard = self.dropped_so_far();
+        let told = !matches!(self.inlet.to.try_send(heard), Err(TrySendError::Full(_)));
+        if told {
+            self.dropped = 0;
+        }
+        told
+    }
+
+    fn dropped_so_far(&self) -> Heard {
+        Heard {
+            origin: self.origin,
+            signal: Signal::Dropped {
+                frames: self.dropped,
+            },
+            _room: None,
+        }
+    }
+
+    /// Says as soon as there is room what was dropped; `false`: nobody listens any more. Waits while
+    /// neither is so.
+    ///
+    /// For the loop that reads the socket, so that a loss is known though no message follows it. May be
+    /// cancelled at any time.
+    pub async fn tell_dropped(&mut self) -> bool {
+        if self.dropped == 0 {
+            self.inlet.closed().await;
+            return false;
+        }
+        let Ok(slot) = self.inlet.to.reserve().await else {
+            return false;
+        };
+        slot.send(self.dropped_so_far());
+        self.dropped = 0;
+        true
+    }
+
+    /// Counts a message that is none of the protocol's, and says that one is missing.
+    pub fn malformed(&mut self, why: &str) {
+        let malformed = self.inlet.counts.malformed.fetch_add(1, Ordering::Relaxed) + 1;
+        if malformed.is_power_of_two() {
+            tracing::warn!(origin = ?self.origin, malformed, why, "not a message of the protocol");
+        }
+        self.dropped += 1;
+    }
+
+    /// Waits for room and says it, after what was dropped before; `false`: nobody listens any more.
+    pub async fn tell(&mut self, signal: Signal) -> bool {
+        if self.dropped > 0 && !self.tell_dropped().await {
+            return false;
+        }
+        self.inlet.tell(self.origin, signal).await
+    }
+
+    /// Waits until nobody listens any more.
+    pub async fn closed(&self) {
+        self.inlet.closed().await;
+    }
+}
