@@ -11,6 +11,11 @@ pub mod feed;
 mod hash;
 mod ids;
 mod index;
+mod ingest;
+mod metrics;
+mod stream;
+mod time;
+mod trust;
 
 pub use error::BadBlockSize;
 pub use event::{Change, Copies, Event, Source, Stored, StoredBlock};
@@ -20,3 +25,8 @@ pub use ids::{
 };
 pub use index::naive::Naive;
 pub use index::{Applied, Held, Index, Overlap, Refused, Usage};
+pub use ingest::{Action, Batch, Decode, Frame, Ingest, Limits, Link, Outcome, Ticket};
+pub use metrics::Counters;
+pub use stream::{Cursor, Digest, Observed, Order};
+pub use time::Millis;
+pub use trust::{Mark, Reason, StaleClaim, Standing, Transition, Trust, TrustBook};

@@ -1,0 +1,167 @@
+//! Where one event stream stands: what is new, missing, late, or of an engine that started again.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::time::Millis;
+
+/// Late frames an unordered stream remembers by content.
+const REMEMBERED: usize = 64;
+/// Replayed frames whose live copies may still be under way; more than vLLM keeps for replay (10,000).
+const ECHOES: usize = 16_384;
+/// How long after a jump a frame of the jumped range may still come in. An engine takes longer to start.
+const LATE_FOR: Duration = Duration::from_secs(5);
+
+/// Which order the transport keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Frames come in the order of their numbers (ZMQ PUB, one connection). A number that moves backwards
+    /// means that the engine started again.
+    Fifo,
+    /// Frames may overtake each other (Dynamo's event plane): a lower number is late first of all.
+    Unordered,
+}
+
+/// Content of a frame. Numbers start again with the engine, content hardly repeats: vLLM's and SGLang's
+/// payloads carry a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Digest(u64);
+
+impl Digest {
+    /// The digest of a payload.
+    pub fn of(payload: &[u8]) -> Self {
+        Self(xxh3_64(payload))
+    }
+}
+
+/// What a frame is to its stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Observed {
+    /// The one that was expected.
+    Next,
+    /// Frames before it did not come in.
+    Gap {
+        /// How many.
+        missing: u64,
+    },
+    /// Applied already, or superseded by what was applied: ignore it.
+    Stale,
+    /// Of an engine that started again: what is known is of an earlier life.
+    Restarted,
+}
+
+/// The last applied frame of one stream.
+#[derive(Clone, Debug)]
+pub struct Cursor {
+    order: Order,
+    last: Option<u64>,
+    /// Contents of the last frames, that of `last` at the back; `None`: jumped over, never seen.
+    contents: VecDeque<Option<Digest>>,
+    jumped: Millis,
+}
+
+impl Cursor {
+    /// A stream of which nothing is known: it expects frame 0.
+    pub fn new(order: Order) -> Self {
+        Self {
+            order,
+            last: None,
+            contents: VecDeque::new(),
+            jumped: Millis(0),
+        }
+    }
+
+    /// Number of the last applied frame.
+    pub fn last(&self) -> Option<u64> {
+        self.last
+    }
+
+    /// Content of frame `seq`, if it was applied and is still remembered.
+    pub fn content(&self, seq: u64) -> Option<Digest> {
+        self.slot(seq).and_then(|at| self.contents[at])
+    }
+
+    /// What a live frame is. Applies nothing: follow with [`advance`](Self::advance) where it is applied.
+    pub fn observe(&mut self, seq: u64, content: Digest, now: Millis) -> Observed {
+        let expected = self.last.map_or(Some(0), |last| last.checked_add(1));
+        match expected {
+            Some(expected) if seq == expected => return Observed::Next,
+            Some(expected) if seq > expected => {
+                let missing = seq - expected;
+                return Observed::Gap { missing };
+            }
+            _ => {}
+        }
+        let Some(at) = self.slot(seq) else {
+            return Observed::Restarted;
+        };
+        match (self.contents[at], self.order) {
+            (Some(known), _) if known == content => Observed::Stale,
+            (None, Order::Unordered) if seq > 0 && now.since(self.jumped) <= LATE_FOR => {
+                self.contents[at] = Some(content);
+                Observed::Stale
+            }
+            _ => Observed::Restarted,
+        }
+    }
+
+    /// A live frame was applied. Numbers between it and the last one count as missed.
+    pub fn advance(&mut self, seq: u64, content: Digest, now: Millis) {
+        let keep = match self.order {
+            // What comes in now comes after all that was replayed: no more copies are under way.
+            Order::Fifo => 1,
+            Order::Unordered => REMEMBERED,
+        };
+        self.push(seq, Some(content), keep, now);
+    }
+
+    /// A frame out of a replay was applied: its live copy may follow.
+    pub fn replayed(&mut self, seq: u64, content: Digest, now: Millis) {
+        let keep = match self.order {
+            Order::Fifo => ECHOES,
+            Order::Unordered => REMEMBERED,
+        };
+        self.push(seq, Some(content), keep, now);
+    }
+
+    /// The state as of frame `seq` was taken from elsewhere.
+    pub fn jump(&mut self, seq: u64, now: Millis) {
+        self.contents.clear();
+        self.last = None;
+        self.push(seq, None, REMEMBERED, now);
+        self.jumped = now;
+    }
+
+    /// Nothing is known any more.
+    pub fn reset(&mut self) {
+        self.contents.clear();
+        self.last = None;
+    }
+
+    fn slot(&self, seq: u64) -> Option<usize> {
+        let behind = usize::try_from(self.last?.checked_sub(seq)?).ok()?;
+        self.contents.len().checked_sub(behind.checked_add(1)?)
+    }
+
+    fn push(&mut self, seq: u64, content: Option<Digest>, keep: usize, now: Millis) {
+        let missed = match self.last {
+            Some(last) if seq > last => seq - last - 1,
+            Some(_) => {
+                self.contents.clear();
+                seq
+            }
+            None => seq,
+        };
+        if missed > 0 {
+            self.jumped = now;
+        }
+        let missed = usize::try_from(missed).map_or(keep, |missed| missed.min(keep));
+        self.contents.extend(std::iter::repeat_n(None, missed));
+        self.contents.push_back(content);
+        let surplus = self.contents.len().saturating_sub(keep);
+        self.contents.drain(..surplus);
+        self.last = Some(seq);
+    }
+}
