@@ -1,7 +1,7 @@
 //! The bounded queue between sockets and ingest.
 //!
-//! It is bounded in messages and in bytes. Live messages never wait: what does not fit is dropped and
-//! counted, and where it is missing a `Signal::Dropped` stands. All else waits for room.
+//! It is bounded in messages and in bytes. Messages never wait: what does not fit is dropped and
+//! counted, and where it is missing a `Signal::Dropped` stands. The other signals wait for room.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,8 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
-use crate::feed::{Frame, Origin, RecoverError, Signal};
-use crate::ids::WorkerRank;
+use crate::feed::{Frame, Origin, Signal};
 
 /// How much waits at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,15 +33,15 @@ impl Default for Limits {
 /// What went through the queue.
 #[derive(Debug, Default)]
 pub struct Counts {
-    live: AtomicU64,
+    queued: AtomicU64,
     dropped: AtomicU64,
     malformed: AtomicU64,
 }
 
 impl Counts {
-    /// Live messages that were queued.
-    pub fn live(&self) -> u64 {
-        self.live.load(Ordering::Relaxed)
+    /// Messages that were queued.
+    pub fn queued(&self) -> u64 {
+        self.queued.load(Ordering::Relaxed)
     }
 
     /// Messages that found no room.
@@ -72,7 +71,6 @@ pub fn queue(limits: Limits) -> (Inlet, Outlet) {
     let inlet = Inlet {
         to,
         room: Arc::new(Semaphore::new(limits.bytes as usize)),
-        limit: limits.bytes,
         counts: Arc::default(),
     };
     let outlet = Outlet {
@@ -111,7 +109,6 @@ impl Outlet {
 pub struct Inlet {
     to: mpsc::Sender<Heard>,
     room: Arc<Semaphore>,
-    limit: u32,
     counts: Arc<Counts>,
 }
 
@@ -126,31 +123,7 @@ impl Inlet {
         self.to.send(heard).await.is_ok()
     }
 
-    /// Waits for room and tells a message of a replay; `Ok(false)`: nobody listens any more.
-    ///
-    /// # Errors
-    /// `RecoverError::TooLarge`
-    pub async fn replayed(&self, of: WorkerRank, frame: Frame) -> Result<bool, RecoverError> {
-        let bytes = frame.bytes();
-        let too_large = RecoverError::TooLarge {
-            of,
-            bytes,
-            limit: self.limit as usize,
-        };
-        let permits = match u32::try_from(bytes) {
-            Ok(permits) if permits <= self.limit => permits,
-            _ => return Err(too_large),
-        };
-        let room = Arc::clone(&self.room).acquire_many_owned(permits).await;
-        let heard = Heard {
-            origin: Origin::Rank(of),
-            signal: Signal::Replayed(frame),
-            _room: room.ok(),
-        };
-        Ok(self.to.send(heard).await.is_ok())
-    }
-
-    /// A writer for the live messages of `origin`.
+    /// A writer for the messages of `origin`.
     pub fn tap(&self, origin: Origin) -> Tap {
         Tap {
             inlet: self.clone(),
@@ -174,14 +147,19 @@ pub struct Tap {
 }
 
 impl Tap {
-    /// Puts a live message into the queue, or drops it if there is no room.
+    /// Puts a message into the queue, or drops it if there is no room.
     pub fn offer(&mut self, frame: Frame) {
         if !self.try_offer(frame) {
-            self.dropped += 1;
-            let dropped = self.inlet.counts.dropped.fetch_add(1, Ordering::Relaxed) + 1;
-            if dropped.is_power_of_two() {
-                tracing::warn!(origin = ?self.origin, dropped, "event queue full, message dropped");
-            }
+            self.lost();
+        }
+    }
+
+    /// Counts a message that was lost before it came here.
+    pub fn lost(&mut self) {
+        self.dropped += 1;
+        let dropped = self.inlet.counts.dropped.fetch_add(1, Ordering::Relaxed) + 1;
+        if dropped.is_power_of_two() {
+            tracing::warn!(origin = ?self.origin, dropped, "event queue full, message dropped");
         }
     }
 
@@ -197,12 +175,12 @@ impl Tap {
         };
         let heard = Heard {
             origin: self.origin,
-            signal: Signal::Live(frame),
+            signal: Signal::Frame(frame),
             _room: Some(room),
         };
         let queued = !matches!(self.inlet.to.try_send(heard), Err(TrySendError::Full(_)));
         if queued {
-            self.inlet.counts.live.fetch_add(1, Ordering::Relaxed);
+            self.inlet.counts.queued.fetch_add(1, Ordering::Relaxed);
         }
         queued
     }

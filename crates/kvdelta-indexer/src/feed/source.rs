@@ -6,17 +6,15 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use thiserror::Error;
 
-use crate::feed::{Inlet, Tap};
+use crate::feed::Tap;
 use crate::ids::WorkerRank;
+use crate::ingest::Link;
 
 /// Whom a signal of a feed is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Origin {
     /// One rank: the socket is its own.
     Rank(WorkerRank),
-    /// One publisher of Dynamo's event plane, a rank of a worker under an id that changes when it
-    /// starts again.
-    Publisher(u64),
     /// Everyone whose events the feed carries.
     All,
 }
@@ -26,8 +24,6 @@ pub enum Origin {
 pub enum Frame {
     /// A batch of an engine's own events (vLLM, SGLang), in msgpack.
     Engine {
-        /// Whose socket it came from; a rank inside the batch goes before it.
-        of: WorkerRank,
         /// The publisher's count of batches, from 0 at its start.
         seq: u64,
         /// The batch.
@@ -51,7 +47,7 @@ impl Frame {
 }
 
 /// What a feed says.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Signal {
     /// A connection stands, for the first time or again. What was sent before it is not known.
     Connected,
@@ -60,35 +56,31 @@ pub enum Signal {
     /// The connection is lost. The feed keeps trying.
     Disconnected,
     /// A message, in the order of its socket.
-    Live(Frame),
-    /// A message that a replay brought, in the order of its sequence.
-    Replayed(Frame),
-    /// All of a replay was told.
-    ReplayEnded,
-    /// What the rank holds now, in place of what was known.
-    Dumped(Dump),
-    /// A replay or a dump failed. What was told of it before is right, but not all.
-    RecoveryFailed(RecoverError),
-    /// Messages that came here between the signals before and after this one and were dropped, since
-    /// the queue was full or they were too large.
+    Frame(Frame),
+    /// Messages that came between the signals before and after this one and were dropped: there was no
+    /// room, or they were none of the protocol's.
     Dropped {
         /// How many.
         frames: u64,
     },
 }
 
-/// A snapshot of one rank.
+/// What a replay or a dump brought.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Dump {
-    /// The answer of Dynamo's worker-local indexer, `WorkerKvQueryResponse` of `dynamo-kv-router` as
-    /// JSON.
-    pub response: Bytes,
+pub enum Answer {
+    /// Messages of an engine with their sequence numbers, in order and without a hole between them. The
+    /// first one may be later than what was asked for: the rest is not kept any more.
+    Batches(Vec<(u64, Bytes)>),
+    /// The answer of a worker-local indexer of Dynamo (`WorkerKvQueryResponse` of `dynamo-kv-router`), in
+    /// msgpack with named fields: events, or a dump that replaces.
+    LocalIndexer(Bytes),
 }
 
 /// Why a replay or a dump failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum RecoverError {
-    /// This feed has no such thing, or not for this rank.
+    /// This feed has no such thing.
     #[error("{of} offers no {what}")]
     NotOffered {
         /// Whose.
@@ -117,21 +109,19 @@ pub enum RecoverError {
         reason: String,
     },
     /// The answer is none.
-    #[error("{of} answers {reason}")]
+    #[error("{of} answers with {reason}")]
     Refused {
         /// Whose.
         of: WorkerRank,
         /// What it says.
         reason: String,
     },
-    /// One message is larger than the whole queue.
-    #[error("a message of {bytes} bytes from {of} does not fit into a queue of {limit} bytes")]
+    /// The answer is larger than allowed.
+    #[error("the answer of {of} is larger than {limit} bytes")]
     TooLarge {
         /// Whose.
         of: WorkerRank,
-        /// Its size.
-        bytes: usize,
-        /// `Limits::bytes`.
+        /// What is allowed.
         limit: usize,
     },
 }
@@ -141,46 +131,71 @@ pub trait Source: Send + Sync {
     /// Its name in logs.
     fn name(&self) -> String;
 
-    /// Whom its live messages are about.
+    /// Whom its signals are about.
     fn origin(&self) -> Origin;
 
-    /// Whether `of` is one of its ranks.
-    fn covers(&self, of: WorkerRank) -> bool;
+    /// Which order it keeps and what it can be asked for.
+    fn link(&self) -> Link;
 
     /// Says what it hears until the other end of the queue is gone. It never gives up by itself.
-    fn listen<'a>(&'a self, tap: Tap) -> BoxFuture<'a, ()>;
+    fn listen(&self, tap: Tap) -> BoxFuture<'_, ()>;
 
-    /// Tells the messages of `of` from `from_seq` on that are still kept, as `Signal::Replayed`.
-    ///
-    /// The first one may be later than `from_seq`: the rest is not kept any more.
-    fn replay<'a>(
-        &'a self,
-        of: WorkerRank,
-        from_seq: u64,
-        into: &'a Inlet,
-    ) -> BoxFuture<'a, Result<(), RecoverError>>;
+    /// Asks for the messages of `of` from `from_seq` on that are still kept.
+    fn replay(&self, of: WorkerRank, from_seq: u64) -> BoxFuture<'_, Result<Answer, RecoverError>>;
 
-    /// What `of` holds now.
-    fn dump<'a>(&'a self, of: WorkerRank) -> BoxFuture<'a, Result<Dump, RecoverError>>;
+    /// Asks for all that `of` holds now.
+    fn dump(&self, of: WorkerRank) -> BoxFuture<'_, Result<Answer, RecoverError>>;
 }
 
-/// Asks a worker-local indexer of Dynamo for all it holds.
+/// Asks the worker-local indexers of Dynamo, which keep a rank's last events and all that it holds.
 ///
-/// The question goes over Dynamo's request plane (endpoint `worker_kv_query_source_<publisher id in
-/// hexadecimal>` of the worker's component, request `WorkerKvQueryRequest` with no start). Also where
-/// that is NATS, the answer comes over a TCP connection that the worker opens to the asker, so that it
-/// takes `dynamo-runtime`'s client: inside Dynamo that is at hand, elsewhere the caller brings it.
-pub trait DumpSource: Send + Sync {
-    /// The whole answer for one rank.
-    fn dump<'a>(&'a self, of: WorkerRank) -> BoxFuture<'a, Result<Dump, RecoverError>>;
+/// The question goes over Dynamo's request plane: the endpoint
+/// `worker_kv_query_source_<publisher id in hexadecimal>` of the worker's component takes a
+/// `WorkerKvQueryRequest`. Also where that plane is NATS, the worker answers over a connection of its own
+/// to an address that the question carries, so that it takes `dynamo-runtime`'s client. Inside Dynamo that
+/// is at hand (`dynamo-llm`, `worker_query_transport.rs`); elsewhere the caller brings it.
+pub trait LocalIndexers: Send + Sync {
+    /// What the local indexer of `of` answers to a question for all events from `from_event` on, or for
+    /// all that it holds if that is `None`: a `WorkerKvQueryResponse` in msgpack with named fields.
+    fn ask(
+        &self,
+        of: WorkerRank,
+        from_event: Option<u64>,
+    ) -> BoxFuture<'_, Result<Bytes, RecoverError>>;
 }
 
-/// For fleets whose workers keep no local indexer, or cannot be asked.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoDump;
+/// What the feeds of Dynamo's event plane do about a replay or a dump.
+#[derive(Clone)]
+pub(crate) struct Recovery(pub(crate) Option<std::sync::Arc<dyn LocalIndexers>>);
 
-impl DumpSource for NoDump {
-    fn dump<'a>(&'a self, of: WorkerRank) -> BoxFuture<'a, Result<Dump, RecoverError>> {
-        Box::pin(async move { Err(RecoverError::NotOffered { of, what: "dump" }) })
+impl Recovery {
+    pub(crate) fn link(&self) -> Link {
+        match self.0 {
+            Some(_) => Link::DYNAMO,
+            None => Link::DYNAMO_EVENTS_ONLY,
+        }
+    }
+
+    pub(crate) async fn ask(
+        &self,
+        of: WorkerRank,
+        from_event: Option<u64>,
+        what: &'static str,
+    ) -> Result<Answer, RecoverError> {
+        match &self.0 {
+            Some(local) => local.ask(of, from_event).await.map(Answer::LocalIndexer),
+            None => Err(RecoverError::NotOffered { of, what }),
+        }
+    }
+}
+
+impl std::fmt::Debug for Recovery {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let kind = if self.0.is_some() {
+            "local indexers"
+        } else {
+            "none"
+        };
+        out.write_str(kind)
     }
 }

@@ -6,6 +6,7 @@
 //! is silent is tested. What the crate cannot be kept from: it takes the memory that a message's header
 //! announces before the message is there, so publishers must not be strangers.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -18,11 +19,16 @@ use zeromq::{
     ZmqMessage, ZmqResult,
 };
 
-use crate::feed::{Dump, DumpSource, Frame, Inlet, Origin, RecoverError, Signal, Source, Tap};
+use crate::feed::source::Recovery;
+use crate::feed::{Answer, Frame, LocalIndexers, Origin, RecoverError, Signal, Source, Tap};
 use crate::ids::WorkerRank;
+use crate::ingest::Link;
 
 /// `seq` of the message that ends a replay (`vllm/distributed/kv_events.py`, `END_SEQ`).
 const END_SEQ: u64 = u64::MAX;
+
+/// Bytes of one replay, at most: what vLLM keeps by default (10,000 batches) of long prompts.
+const REPLAY_BYTES: usize = 512 << 20;
 
 /// How long things may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,11 +49,11 @@ pub struct Timing {
 impl Default for Timing {
     fn default() -> Self {
         Self {
-            connect: Duration::from_secs(5),
+            connect: Duration::from_secs(3),
             first_wait: Duration::from_millis(100),
             last_wait: Duration::from_secs(5),
             silence: Duration::from_secs(10),
-            replay: Duration::from_secs(10),
+            replay: Duration::from_secs(5),
         }
     }
 }
@@ -135,34 +141,33 @@ impl EngineFeed {
         })
     }
 
-    async fn replayed(&self, from_seq: u64, into: &Inlet) -> Result<(), RecoverError> {
+    async fn replayed(&self, from_seq: u64) -> Result<Answer, RecoverError> {
         let Some(address) = &self.replay else {
             return Err(RecoverError::NotOffered {
                 of: self.of,
                 what: "replay",
             });
         };
-        let mut next = from_seq;
+        let mut got = Got {
+            next: from_seq,
+            bytes: 0,
+            batches: Vec::new(),
+        };
         loop {
-            let asked = next;
-            match self.ask(address, &mut next, into).await? {
-                Answer::Whole => return Ok(()),
+            let asked = got.next;
+            match self.ask(address, &mut got).await? {
+                End::Whole => return Ok(Answer::Batches(got.batches)),
                 // libzmq's ROUTER drops what is beyond its high-water mark of 1,000 messages.
-                Answer::Cut if next > asked => {
-                    tracing::debug!(of = %self.of, next, "replay was cut short, asking for the rest");
+                End::Cut if got.next > asked => {
+                    tracing::debug!(of = %self.of, from_seq = got.next, "replay was cut short");
                 }
-                Answer::Cut => return Err(self.timed_out(address)),
+                End::Cut => return Err(self.timed_out(address)),
             }
         }
     }
 
-    /// One question. `next` ends as the sequence number after the last message told.
-    async fn ask(
-        &self,
-        address: &str,
-        next: &mut u64,
-        into: &Inlet,
-    ) -> Result<Answer, RecoverError> {
+    /// One question for what `got` does not have yet.
+    async fn ask(&self, address: &str, got: &mut Got) -> Result<End, RecoverError> {
         let unreachable = |error: zeromq::ZmqError| RecoverError::Unreachable {
             of: self.of,
             address: address.to_owned(),
@@ -172,12 +177,12 @@ impl EngineFeed {
         socket.connect(address).await.map_err(unreachable)?;
         // The empty frame is what a REQ socket would send before its request.
         let mut request = ZmqMessage::from(Bytes::new());
-        request.push_back(Bytes::copy_from_slice(&next.to_be_bytes()));
+        request.push_back(Bytes::copy_from_slice(&got.next.to_be_bytes()));
         socket.send(request).await.map_err(unreachable)?;
         let mut is_first = true;
         loop {
             let Ok(received) = timeout(self.timing.replay, socket.recv()).await else {
-                return Ok(Answer::Cut);
+                return Ok(End::Cut);
             };
             let message = received.map_err(unreachable)?;
             let Some((seq, payload)) = replay_message(&message) else {
@@ -187,24 +192,25 @@ impl EngineFeed {
                 });
             };
             if seq == END_SEQ && payload.is_empty() {
-                return Ok(Answer::Whole);
+                return Ok(End::Whole);
             }
-            if seq < *next {
+            if seq < got.next {
                 continue;
             }
-            if seq > *next && !is_first {
-                return Ok(Answer::Cut);
+            // Only what the engine has forgotten may be missing, and that lies before all others.
+            if seq > got.next && !(is_first && got.batches.is_empty()) {
+                return Ok(End::Cut);
             }
             is_first = false;
-            let frame = Frame::Engine {
-                of: self.of,
-                seq,
-                payload,
-            };
-            if !into.replayed(self.of, frame).await? {
-                return Ok(Answer::Whole);
+            got.bytes += payload.len();
+            if got.bytes > REPLAY_BYTES {
+                return Err(RecoverError::TooLarge {
+                    of: self.of,
+                    limit: REPLAY_BYTES,
+                });
             }
-            *next = seq.saturating_add(1);
+            got.next = seq.saturating_add(1);
+            got.batches.push((seq, payload));
         }
     }
 
@@ -222,30 +228,31 @@ impl Source for EngineFeed {
         format!("{} at {}", self.of, self.publisher)
     }
 
-    fn covers(&self, of: WorkerRank) -> bool {
-        self.of == of
-    }
-
-    fn listen<'a>(&'a self, tap: Tap) -> BoxFuture<'a, ()> {
-        let of = self.of;
-        let read = move |message: ZmqMessage| engine_frame(of, &message);
-        Box::pin(listen(&self.publisher, &self.topic, self.timing, read, tap))
-    }
-
     fn origin(&self) -> Origin {
         Origin::Rank(self.of)
     }
 
-    fn replay<'a>(
-        &'a self,
-        _of: WorkerRank,
-        from_seq: u64,
-        into: &'a Inlet,
-    ) -> BoxFuture<'a, Result<(), RecoverError>> {
-        Box::pin(self.replayed(from_seq, into))
+    fn link(&self) -> Link {
+        match self.replay {
+            Some(_) => Link::ZMQ_REPLAY,
+            None => Link::ZMQ,
+        }
     }
 
-    fn dump<'a>(&'a self, of: WorkerRank) -> BoxFuture<'a, Result<Dump, RecoverError>> {
+    fn listen(&self, tap: Tap) -> BoxFuture<'_, ()> {
+        let (at, topic) = (&self.publisher, &self.topic);
+        Box::pin(listen(at, topic, self.timing, engine_frame, tap))
+    }
+
+    fn replay(
+        &self,
+        _of: WorkerRank,
+        from_seq: u64,
+    ) -> BoxFuture<'_, Result<Answer, RecoverError>> {
+        Box::pin(self.replayed(from_seq))
+    }
+
+    fn dump(&self, of: WorkerRank) -> BoxFuture<'_, Result<Answer, RecoverError>> {
         Box::pin(async move { Err(RecoverError::NotOffered { of, what: "dump" }) })
     }
 }
@@ -254,19 +261,19 @@ impl Source for EngineFeed {
 ///
 /// Discovery tells where it is: an `EventChannel` of the topic `kv-events` with a ZMQ transport, and an
 /// `EventSource` that names the worker and rank (`dynamo-llm`, `KvEventSource`).
-#[derive(Debug)]
-pub struct PublisherFeed<D> {
+#[derive(Clone, Debug)]
+pub struct PublisherFeed {
     of: WorkerRank,
     publisher: u64,
     endpoint: String,
     timing: Timing,
-    dumps: D,
+    recovery: Recovery,
 }
 
 /// The topic of Dynamo's KV events (`dynamo-kv-router`, `KV_EVENT_SUBJECT`).
 const DYNAMO_TOPIC: &str = "kv-events";
 
-impl<D: DumpSource> PublisherFeed<D> {
+impl PublisherFeed {
     /// The publisher `publisher`, which sends the events of `of` from `endpoint`.
     ///
     /// # Errors
@@ -275,7 +282,7 @@ impl<D: DumpSource> PublisherFeed<D> {
         of: WorkerRank,
         publisher: u64,
         endpoint: &str,
-        dumps: D,
+        local: Option<Arc<dyn LocalIndexers>>,
         timing: Timing,
     ) -> Result<Self, BadEndpoint> {
         Ok(Self {
@@ -283,48 +290,50 @@ impl<D: DumpSource> PublisherFeed<D> {
             publisher,
             endpoint: endpoint_of_rank(endpoint, 0)?,
             timing,
-            dumps,
+            recovery: Recovery(local),
         })
     }
 }
 
-impl<D: DumpSource> Source for PublisherFeed<D> {
+impl Source for PublisherFeed {
     fn name(&self) -> String {
         format!("{} at {}", self.of, self.endpoint)
-    }
-
-    fn covers(&self, of: WorkerRank) -> bool {
-        self.of == of
-    }
-
-    fn listen<'a>(&'a self, tap: Tap) -> BoxFuture<'a, ()> {
-        let publisher = self.publisher;
-        let read = move |message: ZmqMessage| dynamo_frame(publisher, &message);
-        Box::pin(listen(&self.endpoint, DYNAMO_TOPIC, self.timing, read, tap))
     }
 
     fn origin(&self) -> Origin {
         Origin::Rank(self.of)
     }
 
-    fn replay<'a>(
-        &'a self,
-        of: WorkerRank,
-        _from_seq: u64,
-        _into: &'a Inlet,
-    ) -> BoxFuture<'a, Result<(), RecoverError>> {
-        let what = "replay";
-        Box::pin(async move { Err(RecoverError::NotOffered { of, what }) })
+    fn link(&self) -> Link {
+        self.recovery.link()
     }
 
-    fn dump<'a>(&'a self, of: WorkerRank) -> BoxFuture<'a, Result<Dump, RecoverError>> {
-        self.dumps.dump(of)
+    fn listen(&self, tap: Tap) -> BoxFuture<'_, ()> {
+        let publisher = self.publisher;
+        let read = move |message: &ZmqMessage| dynamo_frame(publisher, message);
+        let at = &self.endpoint;
+        Box::pin(listen(at, DYNAMO_TOPIC, self.timing, read, tap))
+    }
+
+    fn replay(&self, of: WorkerRank, from_seq: u64) -> BoxFuture<'_, Result<Answer, RecoverError>> {
+        Box::pin(self.recovery.ask(of, Some(from_seq), "replay"))
+    }
+
+    fn dump(&self, of: WorkerRank) -> BoxFuture<'_, Result<Answer, RecoverError>> {
+        Box::pin(self.recovery.ask(of, None, "dump"))
     }
 }
 
-/// How a replay ended.
+/// What a replay has brought so far.
+struct Got {
+    next: u64,
+    bytes: usize,
+    batches: Vec<(u64, Bytes)>,
+}
+
+/// How the answer to one question ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Answer {
+enum End {
     Whole,
     Cut,
 }
@@ -340,7 +349,7 @@ async fn listen(
     endpoint: &str,
     topic: &str,
     timing: Timing,
-    read: impl Fn(ZmqMessage) -> Result<Frame, &'static str> + Send,
+    read: impl Fn(&ZmqMessage) -> Result<Frame, &'static str> + Send,
     mut tap: Tap,
 ) {
     let mut wait = timing.first_wait;
@@ -392,13 +401,13 @@ async fn hear(
     topic: &str,
     timing: Timing,
     mut connection: Connection,
-    read: &impl Fn(ZmqMessage) -> Result<Frame, &'static str>,
+    read: &impl Fn(&ZmqMessage) -> Result<Frame, &'static str>,
     tap: &mut Tap,
 ) -> String {
     loop {
         tokio::select! {
             received = connection.socket.recv() => match received {
-                Ok(message) => match read(message) {
+                Ok(message) => match read(&message) {
                     Ok(frame) => tap.offer(frame),
                     Err(why) => tap.malformed(why),
                 },
@@ -431,7 +440,7 @@ async fn hear(
 }
 
 /// The frames topic, sequence number, batch.
-fn engine_frame(of: WorkerRank, message: &ZmqMessage) -> Result<Frame, &'static str> {
+fn engine_frame(message: &ZmqMessage) -> Result<Frame, &'static str> {
     if message.len() != 3 {
         return Err("not three frames");
     }
@@ -439,7 +448,6 @@ fn engine_frame(of: WorkerRank, message: &ZmqMessage) -> Result<Frame, &'static 
         return Err("not three frames");
     };
     Ok(Frame::Engine {
-        of,
         seq: number(seq).ok_or("a sequence number of other than 8 bytes")?,
         payload: payload.clone(),
     })
