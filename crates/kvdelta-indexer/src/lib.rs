@@ -9,6 +9,7 @@ mod event;
 mod hash;
 mod ids;
 mod index;
+mod wire;
 
 pub use error::BadBlockSize;
 pub use event::{Change, Copies, Event, Source, Stored, StoredBlock};
@@ -18,3 +19,8 @@ pub use ids::{
 };
 pub use index::naive::Naive;
 pub use index::{Applied, Held, Index, Overlap, Refused, Usage};
+pub use wire::batch::{BadBatch, Place, WireBatch, WireEvent, WireStored};
+pub use wire::dynamo::{Envelope, RouterEvent, WireRouterEvent, router_events};
+pub use wire::groups::CacheGroups;
+pub use wire::normalize::{Dialect, Normalized, Normalizer};
+pub use wire::skipped::Skipped;
