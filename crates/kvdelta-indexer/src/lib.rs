@@ -16,6 +16,7 @@ mod metrics;
 mod stream;
 mod time;
 mod trust;
+mod wire;
 
 pub use error::BadBlockSize;
 pub use event::{Change, Copies, Event, Source, Stored, StoredBlock};
@@ -30,3 +31,8 @@ pub use metrics::Counters;
 pub use stream::{Cursor, Digest, Observed, Order};
 pub use time::Millis;
 pub use trust::{Mark, Reason, StaleClaim, Standing, Transition, Trust, TrustBook};
+pub use wire::batch::{BadBatch, Place, WireBatch, WireEvent, WireStored};
+pub use wire::dynamo::{Envelope, RouterEvent, WireRouterEvent, router_events};
+pub use wire::groups::CacheGroups;
+pub use wire::normalize::{Dialect, Normalized, Normalizer};
+pub use wire::skipped::Skipped;
