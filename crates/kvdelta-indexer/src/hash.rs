@@ -96,6 +96,11 @@ impl<'a> Prompt<'a> {
         }
     }
 
+    /// Blocks that are hashed so far.
+    pub fn hashed_blocks(&self) -> usize {
+        self.hashes.len()
+    }
+
     /// Whole blocks in it.
     pub fn blocks(&self) -> usize {
         self.blocks

@@ -15,6 +15,7 @@
 //! is silent. So a worker that publishes nothing (events off, prefix caching off) shows up within that time,
 //! and so does one that has served nothing yet: it holds nothing that a claim could be about.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -68,8 +69,9 @@ pub struct StaleClaim {
     pub said_blocks: u32,
     /// Blocks that the worker had.
     pub had_blocks: u32,
-    /// The engine's hash of the last block that the claim said (its `prefix_hash`). With it the report is
-    /// settled as soon as the events tell of that block's removal: then they were late, not wrong.
+    /// The engine's hash of the first block that the worker lacked, the one at index `had_blocks`, if the
+    /// index still knows it. With it the report is settled as soon as the events tell of that block's
+    /// removal: then they were late, not wrong.
     pub missing: Option<EngineHash>,
 }
 
@@ -183,6 +185,8 @@ pub struct Mark(u64);
 pub struct TrustBook {
     silent_after: Duration,
     ranks: papaya::HashMap<WorkerRank, Mutex<Record>, FxBuildHasher>,
+    changes: [AtomicU64; Trust::ALL.len()],
+    stale_reports: AtomicU64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -227,6 +231,8 @@ impl TrustBook {
         Self {
             silent_after,
             ranks: papaya::HashMap::with_hasher(FxBuildHasher),
+            changes: Default::default(),
+            stale_reports: AtomicU64::new(0),
         }
     }
 
@@ -301,6 +307,7 @@ impl TrustBook {
         said: StaleClaim,
         now: Millis,
     ) -> Option<Transition> {
+        self.stale_reports.fetch_add(1, Ordering::Relaxed);
         self.change(of, now, |record| {
             record.stale = Some(said);
             record.reports = record.reports.wrapping_add(1);
@@ -344,10 +351,13 @@ impl TrustBook {
     pub fn rebuilt(&self, of: WorkerRank, asked: Mark, now: Millis) -> Option<Transition> {
         self.change(of, now, |record| {
             record.flaw = None;
-            if record.reports == asked.0 {
-                record.stale = None;
-            }
+            record.settle_before(asked);
         })
+    }
+
+    /// The part of [`rebuilt`](Self::rebuilt) about stale reports: those from before `asked` are settled.
+    pub fn settle_before(&self, of: WorkerRank, asked: Mark, now: Millis) -> Option<Transition> {
+        self.change(of, now, |record| record.settle_before(asked))
     }
 
     /// Finds who fell silent. To be called a few times in each `silent_after`.
@@ -358,6 +368,16 @@ impl TrustBook {
             self.tell(*of, &mut record, now)
         });
         all.collect()
+    }
+
+    /// How often ranks came into each state, except by their admission.
+    pub fn changes(&self) -> [(Trust, u64); Trust::ALL.len()] {
+        Trust::ALL.map(|state| (state, self.changes[state as usize].load(Ordering::Relaxed)))
+    }
+
+    /// How many stale claims were reported.
+    pub fn stale_reports(&self) -> u64 {
+        self.stale_reports.load(Ordering::Relaxed)
     }
 
     fn standing_of(&self, record: &Record, now: Millis) -> Standing {
@@ -386,16 +406,25 @@ impl TrustBook {
     fn tell(&self, of: WorkerRank, record: &mut Record, now: Millis) -> Option<Transition> {
         let to = record.state(now, self.silent_after);
         let from = std::mem::replace(&mut record.told, to);
-        let from_told = Some(from);
-        (from != to).then_some(Transition {
+        if from == to {
+            return None;
+        }
+        self.changes[to.0 as usize].fetch_add(1, Ordering::Relaxed);
+        Some(Transition {
             of,
-            from: from_told,
+            from: Some(from),
             to,
         })
     }
 }
 
 impl Record {
+    fn settle_before(&mut self, asked: Mark) {
+        if self.reports == asked.0 {
+            self.stale = None;
+        }
+    }
+
     fn see_sign(&mut self, now: Millis) {
         self.last_sign = self.last_sign.max(now);
         self.signs = true;

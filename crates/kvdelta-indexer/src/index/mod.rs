@@ -1,8 +1,19 @@
 //! Which prefixes every rank holds, per tier.
 
-pub mod naive;
+mod arena;
+mod contents;
+mod naive;
+mod names;
+mod node;
 mod outcome;
-mod stub;
+mod query;
+mod remove;
+mod store;
+mod tree;
 
+#[cfg(test)]
+mod tests;
+
+pub use naive::Naive;
 pub use outcome::{Applied, Held, Overlap, Refused, Usage};
-pub use stub::Index;
+pub use tree::Index;

@@ -33,7 +33,7 @@ impl Applied {
     }
 }
 
-/// Why an event was not applied. Nothing was changed by it.
+/// Why an event was not applied. Save for `Full`, nothing was changed by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Refused {
@@ -45,8 +45,8 @@ pub enum Refused {
     AmbiguousParent,
     /// A block names itself as its parent.
     SelfParent,
-    /// A hash occurs twice in one run.
-    RepeatedHash,
+    /// The index has no room left, which takes billions of blocks; what fitted was stored.
+    Full,
 }
 
 impl Refused {
@@ -57,22 +57,17 @@ impl Refused {
             Self::UnknownParent => "unknown_parent",
             Self::AmbiguousParent => "ambiguous_parent",
             Self::SelfParent => "self_parent",
-            Self::RepeatedHash => "repeated_hash",
+            Self::Full => "full",
         }
     }
 
     /// What is wrong with the run by itself, whoever sent it.
     pub(crate) fn of(stored: &Stored) -> Option<Self> {
-        // Nearly every run is one block or already in order, so the set is only built when it is needed.
-        let mut hashes: Vec<_> = stored.blocks.iter().map(|block| block.engine).collect();
-        if stored.parent.is_some_and(|parent| hashes.contains(&parent)) {
-            return Some(Self::SelfParent);
-        }
-        hashes.sort_unstable();
-        hashes
-            .windows(2)
-            .any(|pair| pair[0] == pair[1])
-            .then_some(Self::RepeatedHash)
+        let parent = stored.parent?;
+        let mut blocks = stored.blocks.iter();
+        blocks
+            .any(|block| block.engine == parent)
+            .then_some(Self::SelfParent)
     }
 }
 

@@ -1,0 +1,192 @@
+//! The index as a list, and the recount that tests ask for.
+
+use std::sync::atomic::Ordering;
+
+use rustc_hash::FxHashMap;
+
+use super::Held;
+use super::node::{NONE, Node, ROOT};
+use super::tree::{Index, Tree, Writer};
+use crate::hash::next_sequence_hash;
+use crate::ids::{BlockHash, EngineHash, SequenceHash, WorkerRank};
+
+impl Index {
+    /// All blocks of a rank, sorted: to compare, to save, to show. Holds the lock of the changes meanwhile.
+    pub fn held(&self, of: WorkerRank) -> Vec<Held> {
+        let writer = self.writer.lock();
+        let holders = self.tree.ranks.pin().get(&of).copied().unwrap_or([NONE; 3]);
+        let mut ends = FxHashMap::default();
+        let mut all = Vec::new();
+        for holder in holders.into_iter().filter(|holder| *holder != NONE) {
+            let Some(cells) = self.tree.holders.get(holder) else {
+                continue;
+            };
+            let nodes = writer.nodes_of.get(holder as usize);
+            let mut nodes = nodes.map(|nodes| nodes.list.clone()).unwrap_or_default();
+            nodes.sort_unstable();
+            nodes.dedup();
+            for at in nodes {
+                let Some(node) = self.tree.nodes.get(at) else {
+                    continue;
+                };
+                let held = node.held_by(holder, &self.tree.more);
+                for block in self.tree.each(node, held) {
+                    let end = self
+                        .tree
+                        .end(&writer, at, self.tree.bit(node, block), &mut ends);
+                    let common = self.tree.engines.get(block);
+                    let common = common.map_or(0, |name| name.load(Ordering::Relaxed));
+                    let other = self.tree.other_name(block, of);
+                    all.push(Held {
+                        tier: cells.of().1,
+                        position: end.0,
+                        sequence: end.1,
+                        engine: other.unwrap_or(EngineHash(common)),
+                    });
+                }
+            }
+        }
+        all.sort_unstable();
+        all
+    }
+
+    /// Nodes that were ever made, in use or free.
+    pub fn nodes_made(&self) -> usize {
+        self.writer.lock().meta.len()
+    }
+
+    /// Recounts everything that is kept twice. For tests: it takes the lock and walks the whole index.
+    ///
+    /// # Errors
+    /// The first difference.
+    pub fn check(&self) -> Result<(), String> {
+        let writer = self.writer.lock();
+        let tree = &self.tree;
+        let (mut blocks_of, mut nodes_of) = (FxHashMap::default(), FxHashMap::default());
+        let mut named = 0;
+        let mut children = FxHashMap::default();
+        for (at, node) in tree.reachable() {
+            let Some(meta) = writer.meta.get(at as usize) else {
+                return Err(format!("node {at} has no meta"));
+            };
+            *children.entry(meta.parent).or_insert(0_u32) += 1;
+            let held = node.held(&tree.more);
+            named += held.count_ones() as usize;
+            if held == 0 && meta.children == 0 {
+                return Err(format!("node {at} is of no use"));
+            }
+            for block in tree.each(node, held) {
+                if writer.node_of(block) != at {
+                    return Err(format!("block {block} of node {at} lies with another"));
+                }
+                let name = tree
+                    .engines
+                    .get(block)
+                    .map(|name| name.load(Ordering::Relaxed));
+                let name = EngineHash(name.unwrap_or_default());
+                if !writer
+                    .names
+                    .blocks(name, &tree.engines)
+                    .any(|one| one == block)
+                {
+                    return Err(format!("block {block} is not found by its name {name:?}"));
+                }
+            }
+            for holder in 0..tree.holders_end.load(Ordering::Relaxed) {
+                let mine = node.held_by(holder, &tree.more);
+                if mine != 0 {
+                    *blocks_of.entry(holder).or_insert(0_u64) += u64::from(mine.count_ones());
+                    *nodes_of.entry(holder).or_insert(0_usize) += 1;
+                    let list = writer.nodes_of.get(holder as usize);
+                    if !list.is_some_and(|nodes| nodes.list.contains(&at)) {
+                        return Err(format!("holder {holder} does not know its node {at}"));
+                    }
+                }
+            }
+        }
+        for (at, _) in tree.reachable() {
+            let counted = children.get(&at).copied().unwrap_or(0);
+            if writer.meta.get(at as usize).map(|meta| meta.children) != Some(counted) {
+                return Err(format!("node {at} has {counted} children"));
+            }
+        }
+        if writer.names.len() != named {
+            return Err(format!("{} names of {named} blocks", writer.names.len()));
+        }
+        for holder in 0..tree.holders_end.load(Ordering::Relaxed) {
+            let counted = blocks_of.get(&holder).copied().unwrap_or(0);
+            let told = tree
+                .holders
+                .get(holder)
+                .map(|cells| cells.blocks.load(Ordering::Relaxed));
+            if told != Some(counted) {
+                return Err(format!("holder {holder}: {told:?} blocks, not {counted}"));
+            }
+            let counted = nodes_of.get(&holder).copied().unwrap_or(0);
+            let told = writer.nodes_of.get(holder as usize).map(|nodes| nodes.live);
+            if told != Some(counted) {
+                return Err(format!("holder {holder}: {told:?} nodes, not {counted}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Tree {
+    /// All nodes in the tree.
+    fn reachable(&self) -> Vec<(u32, &Node)> {
+        let linked = self.children.pin();
+        let mut waiting: Vec<u32> = linked.values().copied().collect();
+        let mut all = Vec::new();
+        while let Some(at) = waiting.pop() {
+            if let Some(node) = self.nodes.get(at) {
+                all.push((at, node));
+                waiting.push(node.next.load(Ordering::Relaxed));
+            }
+        }
+        all
+    }
+
+    pub(super) fn first_hash(&self, node: &Node) -> BlockHash {
+        let cell = self.hashes.get(node.base.load(Ordering::Relaxed));
+        BlockHash(cell.map_or(0, |cell| cell.load(Ordering::Relaxed)))
+    }
+
+    /// Position and sequence hash of the block `bit` of a node. `ends` remembers those of whole nodes.
+    fn end(
+        &self,
+        writer: &Writer,
+        at: u32,
+        bit: u32,
+        ends: &mut FxHashMap<(u32, u32), (usize, SequenceHash)>,
+    ) -> (usize, SequenceHash) {
+        let mut path = Vec::new();
+        let mut here = (at, bit.trailing_zeros() + 1);
+        let mut end = None;
+        while here.0 < ROOT {
+            if let Some(known) = ends.get(&here) {
+                end = Some(*known);
+                break;
+            }
+            path.push(here);
+            let Some(meta) = writer.meta.get(here.0 as usize) else {
+                break;
+            };
+            here = (meta.parent, meta.offset);
+        }
+        for here in path.into_iter().rev() {
+            let node = self.nodes.get(here.0);
+            let base = node.map_or(0, |node| node.base.load(Ordering::Relaxed));
+            for cell in self.hashes.run(base, here.1 as usize) {
+                let hash = BlockHash(cell.load(Ordering::Relaxed));
+                let parent = end.map(|(_, sequence)| sequence);
+                let position = end.map_or(0, |(position, _)| position + 1);
+                end = Some((position, next_sequence_hash(parent, hash)));
+            }
+            if let Some(end) = end {
+                ends.insert(here, end);
+            }
+        }
+        end.unwrap_or((0, SequenceHash(0)))
+    }
+}

@@ -1,0 +1,406 @@
+//! Random histories against the naive index, and races named by what must hold.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use proptest::prelude::*;
+
+use super::{Index, Naive, Refused};
+use crate::event::{Change, Copies, Event, Stored, StoredBlock};
+use crate::hash::{Prompt, PromptOf, block_hashes};
+use crate::ids::{BlockHash, BlockSize, EngineHash, Tier, WorkerRank};
+
+const RANKS: [WorkerRank; 4] = [
+    WorkerRank::new(1, 0),
+    WorkerRank::new(1, 1),
+    WorkerRank::new(2, 0),
+    WorkerRank::new(3, 0),
+];
+
+fn size() -> BlockSize {
+    BlockSize::try_from(16).unwrap()
+}
+
+/// A step of a history. Paths are chosen by seed so that many share prefixes.
+#[derive(Clone, Debug)]
+enum Step {
+    Admit(usize),
+    RemoveRank(usize),
+    Store {
+        rank: usize,
+        tier: Tier,
+        /// Blocks before the run, and blocks in it.
+        before: usize,
+        count: usize,
+        path: u64,
+        copies: Copies,
+        /// Names of another engine, or names that mean nothing.
+        named: u8,
+    },
+    Remove {
+        rank: usize,
+        tier: Tier,
+        from: usize,
+        count: usize,
+        path: u64,
+        named: u8,
+    },
+    Place {
+        rank: usize,
+        tier: Tier,
+        from: usize,
+        count: usize,
+        path: u64,
+    },
+    Clear(usize),
+}
+
+/// Block `position` of a path: paths part at positions that depend on them.
+fn block(path: u64, position: usize) -> BlockHash {
+    let parted = match path {
+        0 => 0,
+        1 => u64::from(position >= 3),
+        2 => 2 * u64::from(position >= 32),
+        3 => 3 * u64::from(position >= 40),
+        _ => 4,
+    };
+    BlockHash(1000 * (parted + 1) + position as u64)
+}
+
+fn name(path: u64, position: usize, named: u8, rank: usize) -> EngineHash {
+    let chain = (0..=position).fold(7, |chain: u64, at| {
+        chain.wrapping_mul(31).wrapping_add(block(path, at).0)
+    });
+    match named {
+        // A worker that calls everything by a few names.
+        0 => EngineHash(position as u64 % 5),
+        // An engine with another hash seed.
+        1 => EngineHash(chain.wrapping_add(1 + rank as u64)),
+        _ => EngineHash(chain),
+    }
+}
+
+fn names(path: u64, from: usize, count: usize, named: u8, rank: usize) -> Vec<EngineHash> {
+    (from..from + count)
+        .map(|at| name(path, at, named, rank))
+        .collect()
+}
+
+impl Step {
+    fn apply(&self, index: &Index, naive: &mut Naive) {
+        let (rank, change) = match *self {
+            Self::Admit(rank) => {
+                index.admit(RANKS[rank]);
+                naive.admit(RANKS[rank]);
+                return;
+            }
+            Self::RemoveRank(rank) => {
+                assert_eq!(
+                    index.remove_rank(RANKS[rank]),
+                    naive.remove_rank(RANKS[rank])
+                );
+                return;
+            }
+            Self::Store {
+                rank,
+                tier,
+                before,
+                count,
+                path,
+                copies,
+                named,
+            } => {
+                let blocks = (before..before + count).map(|at| StoredBlock {
+                    block: block(path, at),
+                    engine: name(path, at, named, rank),
+                });
+                let parent = before.checked_sub(1);
+                let stored = Stored {
+                    tier,
+                    parent: parent.map(|at| name(path, at, named, rank)),
+                    namespace: None,
+                    blocks: blocks.collect(),
+                    copies,
+                    source: None,
+                };
+                (rank, Change::Stored(stored))
+            }
+            Self::Remove {
+                rank,
+                tier,
+                from,
+                count,
+                path,
+                named,
+            } => {
+                let engine_hashes = names(path, from, count, named, rank);
+                (
+                    rank,
+                    Change::Removed {
+                        tier,
+                        engine_hashes,
+                    },
+                )
+            }
+            Self::Place {
+                rank,
+                tier,
+                from,
+                count,
+                path,
+            } => {
+                let engine_hashes = names(path, from, count, 2, rank);
+                (
+                    rank,
+                    Change::Placed {
+                        tier,
+                        engine_hashes,
+                    },
+                )
+            }
+            Self::Clear(rank) => (rank, Change::Cleared),
+        };
+        let event = Event {
+            of: RANKS[rank],
+            change,
+        };
+        assert_eq!(index.apply(&event), naive.apply(&event), "{event:?}");
+    }
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let rank = 0..RANKS.len();
+    let tier = prop_oneof![4 => Just(Tier::Device), 1 => Just(Tier::Host), 1 => Just(Tier::Disk)];
+    let named = prop_oneof![6 => Just(2_u8), 2 => Just(1), 1 => Just(0)];
+    let copies = prop_oneof![Just(Copies::Counted), Just(Copies::Single)];
+    let step = prop_oneof![
+        1 => rank.clone().prop_map(Step::Admit),
+        1 => rank.clone().prop_map(Step::RemoveRank),
+        1 => rank.clone().prop_map(Step::Clear),
+        20 => (rank.clone(), tier.clone(), 0..70_usize, 0..50_usize, 0..5_u64, copies, named.clone())
+            .prop_map(|(rank, tier, before, count, path, copies, named)| Step::Store {
+                rank,
+                tier,
+                // Most runs begin a prompt, go on where a node ends, or go on somewhere.
+                before: if before < 30 { 0 } else if before < 40 { 32 } else { before - 40 },
+                count,
+                path,
+                copies,
+                named,
+            }),
+        12 => (rank.clone(), tier.clone(), 0..70_usize, 0..20_usize, 0..5_u64, named)
+            .prop_map(|(rank, tier, from, count, path, named)| Step::Remove {
+                rank, tier, from, count, path, named,
+            }),
+        2 => (rank, tier, 0..40_usize, 0..40_usize, 0..5_u64)
+            .prop_map(|(rank, tier, from, count, path)| Step::Place { rank, tier, from, count, path }),
+    ];
+    prop::collection::vec(step, 1..60)
+}
+
+fn compare(index: &Index, naive: &Naive) -> Result<(), TestCaseError> {
+    index.check().map_err(TestCaseError::fail)?;
+    for path in 0..5 {
+        for blocks in [0, 1, 2, 5, 31, 32, 33, 64, 120] {
+            let prompt: Vec<_> = (0..blocks).map(|at| block(path, at)).collect();
+            let mut hashed = Prompt::hashed(prompt.clone(), size());
+            let mut all = index.overlaps(&mut hashed);
+            all.sort_unstable();
+            let mut expected = Vec::new();
+            for of in RANKS {
+                for tier in Tier::ALL {
+                    let one = naive.overlap_of(of, tier, &prompt);
+                    prop_assert_eq!(index.overlap_of(of, tier, &mut hashed), one);
+                    if one.0 > 0 {
+                        expected.push(super::Overlap {
+                            of,
+                            tier,
+                            blocks: one.0,
+                        });
+                    }
+                }
+            }
+            prop_assert_eq!(all, expected);
+        }
+    }
+    for of in RANKS {
+        prop_assert_eq!(index.held(of), naive.held(of));
+        for path in 0..5 {
+            let engine = name(path, 4, 2, 0);
+            prop_assert_eq!(
+                index.namespace_of(of, engine),
+                naive.namespace_of(of, engine)
+            );
+        }
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+    #[test]
+    fn histories_equal_the_naive_index(steps in steps()) {
+        let (index, mut naive) = (Index::new(size()), Naive::default());
+        for of in [RANKS[0], RANKS[2], RANKS[3]] {
+            index.admit(of);
+            naive.admit(of);
+        }
+        for step in &steps {
+            step.apply(&index, &mut naive);
+            index.check().map_err(TestCaseError::fail)?;
+        }
+        compare(&index, &naive)?;
+    }
+}
+
+fn run(of: WorkerRank, parent: Option<u64>, blocks: impl Iterator<Item = u64>) -> Event {
+    let blocks = blocks.map(|block| StoredBlock {
+        block: BlockHash(block),
+        engine: EngineHash(block),
+    });
+    Event {
+        of,
+        change: Change::Stored(Stored {
+            tier: Tier::Device,
+            parent: parent.map(EngineHash),
+            namespace: None,
+            blocks: blocks.collect(),
+            copies: Copies::Single,
+            source: None,
+        }),
+    }
+}
+
+fn gone(of: WorkerRank, names: impl Iterator<Item = u64>) -> Event {
+    Event {
+        of,
+        change: Change::Removed {
+            tier: Tier::Device,
+            engine_hashes: names.map(EngineHash).collect(),
+        },
+    }
+}
+
+fn prompt(blocks: impl Iterator<Item = u64>) -> Prompt<'static> {
+    Prompt::hashed(blocks.map(BlockHash).collect(), size())
+}
+
+#[test]
+fn a_late_event_of_a_removed_rank_is_refused() {
+    let index = Index::new(size());
+    index.admit(RANKS[0]);
+    assert_eq!(index.apply(&run(RANKS[0], None, 1..9)).stored_blocks, 8);
+    assert!(index.remove_rank(RANKS[0]));
+    let late = index.apply(&run(RANKS[0], None, 1..9));
+    assert_eq!(late.refused, Some(Refused::NotAdmitted));
+    assert!(index.overlaps(&mut prompt(1..9)).is_empty());
+    index.admit(RANKS[0]);
+    assert!(index.overlaps(&mut prompt(1..9)).is_empty());
+    assert!(!index.remove_rank(RANKS[1]));
+}
+
+#[test]
+fn hashing_stops_soon_after_the_match() {
+    let tokens: Vec<u32> = (0..16 * 8192).collect();
+    let index = Index::new(size());
+    let mut asked = Prompt::new(&tokens, size(), PromptOf::default());
+    assert!(index.overlaps(&mut asked).is_empty());
+    assert_eq!(asked.hashed_blocks(), 1);
+    let all = block_hashes(&tokens, size(), PromptOf::default());
+    index.admit(RANKS[0]);
+    index.apply(&run(RANKS[0], None, all[..100].iter().map(|block| block.0)));
+    assert_eq!(index.overlaps(&mut asked)[0].blocks, 100);
+    assert!(asked.hashed_blocks() <= 132, "{}", asked.hashed_blocks());
+}
+
+#[test]
+fn freed_room_is_used_again() {
+    let index = Index::new(size());
+    index.admit(RANKS[0]);
+    for round in 0..2000_u64 {
+        let blocks = || (0..100).map(move |at| round * 1000 + at);
+        index.apply(&run(RANKS[0], None, blocks()));
+        index.apply(&gone(RANKS[0], blocks()));
+    }
+    index.check().unwrap();
+    let nodes = index.nodes_made();
+    // Four at a time, and what waits for readers.
+    assert!(nodes < 4000, "{nodes} nodes for 100 blocks at a time");
+}
+
+/// A rank moves a hole through its prefix: at every moment it lacks the first block or the last ones, so no
+/// query may add them up.
+#[test]
+fn race_a_query_never_adds_up_blocks_that_were_never_there_at_once() {
+    let index = Index::new(size());
+    let stop = AtomicBool::new(false);
+    let of = RANKS[0];
+    index.admit(of);
+    index.apply(&run(of, None, 1..65));
+    index.apply(&gone(of, 65..129));
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            for _ in 0..if cfg!(miri) { 20 } else { 30_000 } {
+                // Without blocks 40 on, then without block 10.
+                index.apply(&gone(of, 10..11));
+                index.apply(&run(of, Some(64), 65..129));
+                index.apply(&gone(of, 65..129));
+                index.apply(&run(of, Some(9), 10..11));
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        let mut most = 0;
+        while !stop.load(Ordering::Relaxed) {
+            for overlap in index.overlaps(&mut prompt(1..129)) {
+                most = most.max(overlap.blocks);
+            }
+            let one = index.overlap_of(of, Tier::Device, &mut prompt(1..129)).0;
+            most = most.max(one);
+            assert!(most <= 64, "{most} blocks");
+        }
+    });
+    index.check().unwrap();
+}
+
+/// Nodes are freed and used for other prompts while queries walk: nobody ever gets blocks of another prompt.
+#[test]
+fn race_a_reused_node_is_never_taken_for_the_old_one() {
+    let index = Index::new(size());
+    let stop = AtomicBool::new(false);
+    let (of, other) = (RANKS[0], RANKS[2]);
+    index.admit(of);
+    index.admit(other);
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            for round in 0..if cfg!(miri) { 20 } else { 20_000_u64 } {
+                // `other` holds the odd prompts only, `of` the even ones, each 3 blocks longer than the last.
+                let start = 1000 * (round % 16);
+                let length = 33 + 3 * (round % 16);
+                let whose = if round % 2 == 0 { of } else { other };
+                index.apply(&run(whose, None, start..start + length));
+                if round >= 8 {
+                    let start = 1000 * ((round - 8) % 16);
+                    let whose = if round % 2 == 0 { of } else { other };
+                    index.apply(&gone(whose, start..start + 33 + 3 * ((round - 8) % 16)));
+                }
+                if round % 1000 == 999 {
+                    index.remove_rank(other);
+                    index.admit(other);
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        let mut round = 0;
+        while !stop.load(Ordering::Relaxed) {
+            round += 1;
+            let which = round % 16;
+            let start = 1000 * which;
+            for overlap in index.overlaps(&mut prompt(start..start + 200)) {
+                let expected = if which % 2 == 0 { of } else { other };
+                assert_eq!(overlap.of, expected);
+                let most = usize::try_from(33 + 3 * which).unwrap();
+                assert!(overlap.blocks <= most, "{overlap:?} of {most}");
+            }
+        }
+    });
+    index.check().unwrap();
+}
