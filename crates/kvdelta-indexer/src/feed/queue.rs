@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
-use crate::feed::{Frame, Origin, Signal};
+use crate::feed::{Frame, Signal};
 
 /// How much waits at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,11 +55,15 @@ impl Counts {
     }
 }
 
-/// One signal and whom it is about. Its room in the queue is free when it is dropped.
+/// Names a feed among those of one queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FeedId(pub u64);
+
+/// One signal and whose it is. Its room in the queue is free when it is dropped.
 #[derive(Debug)]
 pub struct Heard {
-    /// Whom.
-    pub origin: Origin,
+    /// The feed that says it.
+    pub from: FeedId,
     /// What.
     pub signal: Signal,
     _room: Option<OwnedSemaphorePermit>,
@@ -114,20 +118,20 @@ pub struct Inlet {
 
 impl Inlet {
     /// Waits for room and says it; `false`: nobody listens any more.
-    pub async fn tell(&self, origin: Origin, signal: Signal) -> bool {
+    async fn tell(&self, from: FeedId, signal: Signal) -> bool {
         let heard = Heard {
-            origin,
+            from,
             signal,
             _room: None,
         };
         self.to.send(heard).await.is_ok()
     }
 
-    /// A writer for the messages of `origin`.
-    pub fn tap(&self, origin: Origin) -> Tap {
+    /// A writer for the feed `from`.
+    pub fn tap(&self, from: FeedId) -> Tap {
         Tap {
             inlet: self.clone(),
-            origin,
+            from,
             dropped: 0,
         }
     }
@@ -142,7 +146,7 @@ impl Inlet {
 #[derive(Debug)]
 pub struct Tap {
     inlet: Inlet,
-    origin: Origin,
+    from: FeedId,
     dropped: u64,
 }
 
@@ -159,7 +163,11 @@ impl Tap {
         self.dropped += 1;
         let dropped = self.inlet.counts.dropped.fetch_add(1, Ordering::Relaxed) + 1;
         if dropped.is_power_of_two() {
-            tracing::warn!(origin = ?self.origin, dropped, "event queue full, message dropped");
+            tracing::warn!(
+                feed = self.from.0,
+                dropped,
+                "event queue full, message dropped"
+            );
         }
     }
 
@@ -174,7 +182,7 @@ impl Tap {
             return false;
         };
         let heard = Heard {
-            origin: self.origin,
+            from: self.from,
             signal: Signal::Frame(frame),
             _room: Some(room),
         };
@@ -196,7 +204,7 @@ impl Tap {
 
     fn dropped_so_far(&self) -> Heard {
         Heard {
-            origin: self.origin,
+            from: self.from,
             signal: Signal::Dropped {
                 frames: self.dropped,
             },
@@ -226,7 +234,12 @@ impl Tap {
     pub fn malformed(&mut self, why: &str) {
         let malformed = self.inlet.counts.malformed.fetch_add(1, Ordering::Relaxed) + 1;
         if malformed.is_power_of_two() {
-            tracing::warn!(origin = ?self.origin, malformed, why, "not a message of the protocol");
+            tracing::warn!(
+                feed = self.from.0,
+                malformed,
+                why,
+                "not a message of the protocol"
+            );
         }
         self.dropped += 1;
     }
@@ -236,7 +249,7 @@ impl Tap {
         if self.dropped > 0 && !self.tell_dropped().await {
             return false;
         }
-        self.inlet.tell(self.origin, signal).await
+        self.inlet.tell(self.from, signal).await
     }
 
     /// Waits until nobody listens any more.

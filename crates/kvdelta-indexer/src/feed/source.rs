@@ -9,6 +9,7 @@ use thiserror::Error;
 use crate::feed::Tap;
 use crate::ids::WorkerRank;
 use crate::ingest::Link;
+use crate::wire::normalize::Dialect;
 
 /// Whom a signal of a feed is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,8 +23,10 @@ pub enum Origin {
 /// The bytes of one message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Frame {
-    /// A batch of an engine's own events (vLLM, SGLang), in msgpack.
+    /// A batch of an engine's own events, in msgpack.
     Engine {
+        /// Which engine speaks.
+        dialect: Dialect,
         /// The publisher's count of batches, from 0 at its start.
         seq: u64,
         /// The batch.
@@ -68,9 +71,9 @@ pub enum Signal {
 /// What a replay or a dump brought.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// Messages of an engine with their sequence numbers, in order and without a hole between them. The
+    /// Messages of an engine, in order and without a hole between them. The
     /// first one may be later than what was asked for: the rest is not kept any more.
-    Batches(Vec<(u64, Bytes)>),
+    Frames(Vec<Frame>),
     /// The answer of a worker-local indexer of Dynamo (`WorkerKvQueryResponse` of `dynamo-kv-router`), in
     /// msgpack with named fields: events, or a dump that replaces.
     LocalIndexer(Bytes),

@@ -23,6 +23,7 @@ use crate::feed::source::Recovery;
 use crate::feed::{Answer, Frame, LocalIndexers, Origin, RecoverError, Signal, Source, Tap};
 use crate::ids::WorkerRank;
 use crate::ingest::Link;
+use crate::wire::normalize::Dialect;
 
 /// `seq` of the message that ends a replay (`vllm/distributed/kv_events.py`, `END_SEQ`).
 const END_SEQ: u64 = u64::MAX;
@@ -108,6 +109,7 @@ pub fn endpoint_of_rank(endpoint: &str, rank: u32) -> Result<String, BadEndpoint
 #[derive(Clone, Debug)]
 pub struct EngineFeed {
     of: WorkerRank,
+    dialect: Dialect,
     publisher: String,
     replay: Option<String>,
     topic: String,
@@ -125,6 +127,7 @@ impl EngineFeed {
     /// See `BadEndpoint`.
     pub fn new(
         of: WorkerRank,
+        dialect: Dialect,
         local_rank: u32,
         endpoint: &str,
         replay_endpoint: Option<&str>,
@@ -134,6 +137,7 @@ impl EngineFeed {
         let replay = replay_endpoint.map(|endpoint| endpoint_of_rank(endpoint, local_rank));
         Ok(Self {
             of,
+            dialect,
             publisher: endpoint_of_rank(endpoint, local_rank)?,
             replay: replay.transpose()?,
             topic: topic.to_owned(),
@@ -151,12 +155,12 @@ impl EngineFeed {
         let mut got = Got {
             next: from_seq,
             bytes: 0,
-            batches: Vec::new(),
+            frames: Vec::new(),
         };
         loop {
             let asked = got.next;
             match self.ask(address, &mut got).await? {
-                End::Whole => return Ok(Answer::Batches(got.batches)),
+                End::Whole => return Ok(Answer::Frames(got.frames)),
                 // libzmq's ROUTER drops what is beyond its high-water mark of 1,000 messages.
                 End::Cut if got.next > asked => {
                     tracing::debug!(of = %self.of, from_seq = got.next, "replay was cut short");
@@ -198,7 +202,7 @@ impl EngineFeed {
                 continue;
             }
             // Only what the engine has forgotten may be missing, and that lies before all others.
-            if seq > got.next && !(is_first && got.batches.is_empty()) {
+            if seq > got.next && !(is_first && got.frames.is_empty()) {
                 return Ok(End::Cut);
             }
             is_first = false;
@@ -210,7 +214,11 @@ impl EngineFeed {
                 });
             }
             got.next = seq.saturating_add(1);
-            got.batches.push((seq, payload));
+            got.frames.push(Frame::Engine {
+                dialect: self.dialect,
+                seq,
+                payload,
+            });
         }
     }
 
@@ -240,8 +248,10 @@ impl Source for EngineFeed {
     }
 
     fn listen(&self, tap: Tap) -> BoxFuture<'_, ()> {
+        let dialect = self.dialect;
+        let read = move |message: &ZmqMessage| engine_frame(dialect, message);
         let (at, topic) = (&self.publisher, &self.topic);
-        Box::pin(listen(at, topic, self.timing, engine_frame, tap))
+        Box::pin(listen(at, topic, self.timing, read, tap))
     }
 
     fn replay(
@@ -328,7 +338,7 @@ impl Source for PublisherFeed {
 struct Got {
     next: u64,
     bytes: usize,
-    batches: Vec<(u64, Bytes)>,
+    frames: Vec<Frame>,
 }
 
 /// How the answer to one question ended.
@@ -440,7 +450,7 @@ async fn hear(
 }
 
 /// The frames topic, sequence number, batch.
-fn engine_frame(message: &ZmqMessage) -> Result<Frame, &'static str> {
+fn engine_frame(dialect: Dialect, message: &ZmqMessage) -> Result<Frame, &'static str> {
     if message.len() != 3 {
         return Err("not three frames");
     }
@@ -448,6 +458,7 @@ fn engine_frame(message: &ZmqMessage) -> Result<Frame, &'static str> {
         return Err("not three frames");
     };
     Ok(Frame::Engine {
+        dialect,
         seq: number(seq).ok_or("a sequence number of other than 8 bytes")?,
         payload: payload.clone(),
     })

@@ -48,7 +48,8 @@ impl LocalAnswer {
             field: "answer",
             found: Cursor::new(bytes).found(),
         })?;
-        let read = |events: Vec<WireRouterEvent>| events.into_iter().map(RouterEvent::from).collect();
+        let read =
+            |events: Vec<WireRouterEvent>| events.into_iter().map(RouterEvent::from).collect();
         Ok(match answer {
             Wire::Events {
                 events,
@@ -69,7 +70,9 @@ impl LocalAnswer {
             Wire::TooNew { newest_available } => Self::TooNew {
                 last_id: newest_available,
             },
-            Wire::TreeDumpFailed { message } | Wire::Error(message) => Self::Refused(shown(&message)),
+            Wire::TreeDumpFailed { message } | Wire::Error(message) => {
+                Self::Refused(shown(&message))
+            }
             Wire::InvalidRange(IgnoredAny)
             | Wire::Status(IgnoredAny)
             | Wire::StateAgentRecovery(IgnoredAny) => {

@@ -7,7 +7,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 
 use super::{Credentials, NatsFeed, Scope};
-use crate::feed::{Frame, Limits, Outlet, RecoverError, Signal, Source, queue};
+use crate::feed::{FeedId, Frame, Limits, Outlet, RecoverError, Signal, Source, queue};
 use crate::ids::WorkerRank;
 
 /// Against hanging; no test expects it to pass.
@@ -76,7 +76,7 @@ fn listen(at: &str, limits: Limits) -> Outlet {
     let (inlet, outlet) = queue(limits);
     let source = NatsFeed::new(at, Credentials::None, &scope, None);
     tokio::spawn(async move {
-        let tap = inlet.tap(source.origin());
+        let tap = inlet.tap(FeedId(0));
         drop(inlet);
         source.listen(tap).await;
     });

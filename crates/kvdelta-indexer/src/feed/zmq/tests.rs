@@ -11,8 +11,9 @@ use super::{
     BadEndpoint, EngineFeed, PublisherFeed, Timing, dynamo_frame, endpoint_of_rank, engine_frame,
     replay_message,
 };
-use crate::feed::{Answer, Frame, Limits, Outlet, RecoverError, Signal, Source, queue};
+use crate::feed::{Answer, FeedId, Frame, Limits, Outlet, RecoverError, Signal, Source, queue};
 use crate::ids::WorkerRank;
+use crate::wire::normalize::Dialect;
 
 const OF: WorkerRank = WorkerRank::new(7, 1);
 /// Against hanging; no test expects it to pass.
@@ -71,13 +72,22 @@ fn feed(port: u16, replay: Option<u16>, timing: Timing) -> EngineFeed {
     let of_rank_0 = |port: u16| format!("tcp://127.0.0.1:{}", port - 1);
     let replay = replay.map(of_rank_0);
     let endpoint = of_rank_0(port);
-    EngineFeed::new(OF, 1, &endpoint, replay.as_deref(), "", timing).unwrap()
+    EngineFeed::new(
+        OF,
+        Dialect::Vllm,
+        1,
+        &endpoint,
+        replay.as_deref(),
+        "",
+        timing,
+    )
+    .unwrap()
 }
 
 fn listen(source: impl Source + 'static, limits: Limits) -> Outlet {
     let (inlet, outlet) = queue(limits);
     tokio::spawn(async move {
-        let tap = inlet.tap(source.origin());
+        let tap = inlet.tap(FeedId(0));
         drop(inlet);
         source.listen(tap).await;
     });
@@ -91,7 +101,7 @@ async fn next(outlet: &mut Outlet) -> Signal {
 
 async fn next_seq(outlet: &mut Outlet) -> u64 {
     match next(outlet).await {
-        Signal::Frame(Frame::Engine { seq, payload }) => {
+        Signal::Frame(Frame::Engine { seq, payload, .. }) => {
             assert_eq!(payload, format!("batch {seq}"));
             seq
         }
@@ -253,7 +263,7 @@ async fn messages_that_are_none_are_counted_and_leave_their_neighbours_alone() {
 async fn a_feed_ends_when_nobody_listens() {
     let (inlet, outlet) = queue(Limits::default());
     let source = feed(free_port().await, None, QUICK);
-    let tap = inlet.tap(source.origin());
+    let tap = inlet.tap(FeedId(0));
     drop(outlet);
     timeout(FOREVER, source.listen(tap)).await.unwrap();
 }
@@ -315,11 +325,14 @@ async fn replay_server(answers: Answers) -> u16 {
 async fn replay(server: u16, from: u64) -> Result<Vec<u64>, RecoverError> {
     let source = feed(server, Some(server), QUICK);
     let answer = timeout(FOREVER, source.replay(OF, from)).await.unwrap()?;
-    let Answer::Batches(batches) = answer else {
+    let Answer::Frames(frames) = answer else {
         panic!("{answer:?}");
     };
     let mut seqs = Vec::new();
-    for (seq, payload) in batches {
+    for frame in frames {
+        let Frame::Engine { seq, payload, .. } = frame else {
+            panic!("{frame:?}");
+        };
         assert_eq!(payload, format!("batch {seq}"));
         seqs.push(seq);
     }
@@ -437,7 +450,7 @@ fn frames_are_read_whatever_comes() {
     assert!(replay_message(&message(&[b"x", b"12345678", b""])).is_none());
     assert!(replay_message(&message(&[b"", b"1234567", b""])).is_none());
     assert!(replay_message(&message(&[b""])).is_none());
-    assert!(engine_frame(&message(&[b"", b"12345678"])).is_err());
+    assert!(engine_frame(Dialect::Vllm, &message(&[b"", b"12345678"])).is_err());
 }
 
 #[tokio::test]
