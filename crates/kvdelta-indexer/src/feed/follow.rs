@@ -11,7 +11,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use futures_util::FutureExt;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
@@ -553,14 +552,6 @@ impl Follower {
             }
         }
     }
-
-    /// Applies what waits in the queue, for tests without a task.
-    #[cfg(test)]
-    pub(super) fn drain(&mut self) {
-        while let Some(heard) = self.outlet.next().now_or_never().flatten() {
-            self.heard(heard);
-        }
-    }
 }
 
 fn engine_frame(frame: Frame) -> Option<ingest::Frame<Payload>> {
@@ -583,3 +574,6 @@ fn numbered(event: RouterEvent) -> ingest::Frame<Payload> {
         payload: Payload::Event(Box::new(event)),
     }
 }
+
+#[cfg(test)]
+mod tests;
