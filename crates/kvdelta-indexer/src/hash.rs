@@ -107,24 +107,121 @@ impl<'a> Prompt<'a> {
     }
 
     /// The hashes of its first `blocks` blocks, or of all if it has fewer.
+    #[inline]
     pub fn hashed_to(&mut self, blocks: usize) -> &[BlockHash] {
         let end = blocks.min(self.blocks);
-        let size = self.size.tokens();
-        for block in self.hashes.len()..end {
+        if end > self.hashes.len() {
+            self.hash_to(end);
+        }
+        self.hashes.get(..end).unwrap_or_default()
+    }
+
+    fn hash_to(&mut self, end: usize) {
+        let (size, from) = (self.size.tokens(), self.hashes.len());
+        let seed = self.of.namespace.0;
+        let plain = cfg!(target_endian = "little") && !self.of.eagle && self.of.media.is_empty();
+        if plain && let Some(tokens) = self.tokens.get(from * size..end * size) {
+            // The hash is of little-endian bytes, which is how the tokens lie in memory.
+            let hash = |bytes: &[u8]| BlockHash(xxh3_64_with_seed(bytes, seed));
+            let blocks = tokens.chunks_exact(size);
+            self.hashes
+                .extend(blocks.map(|block| hash(bytemuck::cast_slice(block))));
+            return;
+        }
+        let mut bytes = Vec::new();
+        for block in from..end {
             let start = block * size;
-            let window = &self.tokens[start..start + size + usize::from(self.of.eagle)];
-            let mut bytes: Vec<u8> = window
-                .iter()
-                .flat_map(|token| token.to_le_bytes())
-                .collect();
+            let window = self
+                .tokens
+                .get(start..start + size + usize::from(self.of.eagle));
+            bytes.clear();
+            bytes.extend(
+                window
+                    .unwrap_or_default()
+                    .iter()
+                    .flat_map(|token| token.to_le_bytes()),
+            );
             if let Some(media) = self.of.media.get(block) {
                 let mut media = media.clone();
                 media.sort_unstable();
                 bytes.extend(media.iter().flat_map(|media| media.0.to_le_bytes()));
             }
-            let hash = xxh3_64_with_seed(&bytes, self.of.namespace.0);
-            self.hashes.push(BlockHash(hash));
+            self.hashes.push(BlockHash(xxh3_64_with_seed(&bytes, seed)));
         }
-        &self.hashes[..end]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dynamo_kv_router::protocols::{
+        BlockExtraInfo, BlockHashOptions, BlockMmObjectInfo, compute_block_hash_for_seq,
+        compute_seq_hash_for_block,
+    };
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn media() -> impl Strategy<Value = Vec<Vec<MediaHash>>> {
+        let hashes = prop::collection::vec(any::<u64>().prop_map(MediaHash), 0..3);
+        prop::collection::vec(hashes, 0..6)
+    }
+
+    proptest! {
+        #[test]
+        fn hashes_are_those_of_dynamo(
+            tokens in prop::collection::vec(any::<u32>(), 0..200),
+            size in 1_u32..70,
+            lora in prop::option::of("[ab]{0,2}"),
+            salt in prop::option::of("[ab]{0,2}"),
+            eagle in any::<bool>(),
+            media in media(),
+            steps in prop::collection::vec(0_usize..50, 0..5),
+        ) {
+            let infos: Vec<_> = media.iter().map(|block| {
+                let objects = block.iter().map(|media| BlockMmObjectInfo {
+                    mm_hash: media.0,
+                    offsets: Vec::new(),
+                });
+                (!block.is_empty()).then(|| BlockExtraInfo { mm_objects: objects.collect() })
+            }).collect();
+            let theirs = compute_block_hash_for_seq(&tokens, size, BlockHashOptions {
+                block_mm_infos: Some(&infos),
+                lora_name: lora.as_deref(),
+                cache_namespace: salt.as_deref(),
+                is_eagle: Some(eagle),
+            });
+            let of = PromptOf {
+                namespace: namespace(lora.as_deref(), salt.as_deref()),
+                eagle,
+                media: &media,
+            };
+            let mut prompt = Prompt::new(&tokens, BlockSize::try_from(size).unwrap(), of);
+            for step in steps {
+                let hashed = prompt.hashed_to(step).len();
+                prop_assert_eq!(hashed, step.min(theirs.len()));
+            }
+            let all = prompt.blocks();
+            let ours: Vec<_> = prompt.hashed_to(all).iter().map(|hash| hash.0).collect();
+            prop_assert_eq!(ours, theirs.iter().map(|hash| hash.0).collect::<Vec<_>>());
+            let mut sequence = None;
+            for (block, theirs) in theirs.iter().zip(compute_seq_hash_for_block(&theirs)) {
+                sequence = Some(next_sequence_hash(sequence, BlockHash(block.0)));
+                prop_assert_eq!(sequence, Some(SequenceHash(theirs)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_salt_is_no_adapter_and_an_empty_one_is_none() {
+        let all = [
+            namespace(None, None),
+            namespace(Some("A"), None),
+            namespace(None, Some("A")),
+            namespace(Some("A"), Some("A")),
+        ];
+        for (at, one) in all.iter().enumerate() {
+            assert!(!all[at + 1..].contains(one));
+        }
+        assert_eq!(namespace(Some(""), Some("")), all[0]);
     }
 }

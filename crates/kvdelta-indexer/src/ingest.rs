@@ -6,6 +6,10 @@
 //! one that was applied, the engine is the same and the rest is added; if not, the engine started again
 //! unseen, and what is known is replaced. A dump always replaces.
 
+#[cfg(test)]
+mod model;
+#[cfg(test)]
+mod random;
 mod source;
 #[cfg(test)]
 mod tests;
@@ -455,26 +459,32 @@ impl<D: Decode> Room<D> {
                     None,
                 ) => {
                     settle_stale(&self.trust, batch.of, now, out, |missing| {
-                        engine_hashes.contains(&missing) && !holds(&self.index, batch.of, missing)
+                        missing.is_some_and(|missing| {
+                            engine_hashes.contains(&missing)
+                                && !holds(&self.index, batch.of, missing)
+                        })
                     });
                 }
                 // Claims are about device memory: what is refused of the other tiers cannot make one wrong.
                 (Change::Stored(stored), Some(why))
                     if stored.tier == Tier::Device && told == Told::New =>
                 {
-                    rank.flaw = Some(match why {
-                        Refused::UnknownParent => Reason::UnknownParent,
-                        _ => Reason::RefusedEvent,
-                    });
-                    source.doubted = true;
+                    // Where something is missing anyway, that is the reason, and is being seen to.
+                    if rank.flaw.is_none() {
+                        rank.flaw = Some(match why {
+                            Refused::UnknownParent => Reason::UnknownParent,
+                            _ => Reason::RefusedEvent,
+                        });
+                        source.doubted = true;
+                    }
                 }
                 _ => {}
             }
         }
         if let Some(why) = batch.flaw {
-            rank.flaw = Some(why);
+            rank.flaw = rank.flaw.or(Some(why));
             // The same bytes again would not help, the state itself does.
-            source.doubted |= source.link.dumps && told == Told::New;
+            source.doubted |= why == Reason::Malformed && source.link.dumps && told == Told::New;
         }
         let changed = was != rank.flaw;
         if cleared {
@@ -812,7 +822,7 @@ impl<D: Decode> Room<D> {
                 (Some(said), _) => {
                     rank.compared = Some((said, now));
                     settle_stale(&self.trust, *of, now, out, |missing| {
-                        !holds(&self.index, *of, missing)
+                        missing.is_some_and(|missing| !holds(&self.index, *of, missing))
                     });
                 }
             }
@@ -825,10 +835,10 @@ fn settle_stale(
     of: WorkerRank,
     now: Millis,
     out: &mut Outcome,
-    is_settled: impl Fn(EngineHash) -> bool,
+    is_settled: impl Fn(Option<EngineHash>) -> bool,
 ) {
     if let Some(said) = trust.stale_report(of)
-        && said.missing.is_some_and(is_settled)
+        && is_settled(said.missing)
     {
         out.transitions.extend(trust.settle_stale(of, said, now));
     }

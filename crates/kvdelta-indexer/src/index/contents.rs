@@ -2,13 +2,14 @@
 
 use std::sync::atomic::Ordering;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::Held;
 use super::node::{NONE, Node, ROOT};
-use super::tree::{Index, Tree, Writer};
+use super::tree::{Index, Tree, Writer, span};
+use crate::event::{Copies, Stored, StoredBlock};
 use crate::hash::next_sequence_hash;
-use crate::ids::{BlockHash, EngineHash, SequenceHash, WorkerRank};
+use crate::ids::{BlockHash, EngineHash, SequenceHash, Tier, WorkerRank};
 
 impl Index {
     /// All blocks of a rank, sorted: to compare, to save, to show. Holds the lock of the changes meanwhile.
@@ -21,11 +22,7 @@ impl Index {
             let Some(cells) = self.tree.holders.get(holder) else {
                 continue;
             };
-            let nodes = writer.nodes_of.get(holder as usize);
-            let mut nodes = nodes.map(|nodes| nodes.list.clone()).unwrap_or_default();
-            nodes.sort_unstable();
-            nodes.dedup();
-            for at in nodes {
+            for at in writer.nodes_of_holder(holder) {
                 let Some(node) = self.tree.nodes.get(at) else {
                     continue;
                 };
@@ -34,20 +31,78 @@ impl Index {
                     let end = self
                         .tree
                         .end(&writer, at, self.tree.bit(node, block), &mut ends);
-                    let common = self.tree.engines.get(block);
-                    let common = common.map_or(0, |name| name.load(Ordering::Relaxed));
-                    let other = self.tree.other_name(block, of);
                     all.push(Held {
                         tier: cells.of().1,
                         position: end.0,
                         sequence: end.1,
-                        engine: other.unwrap_or(EngineHash(common)),
+                        engine: self.tree.name(block, of),
                     });
                 }
             }
         }
         all.sort_unstable();
         all
+    }
+
+    /// Runs that make an empty rank hold what `of` holds, parents first. What lies behind a hole, or behind
+    /// a name that stands for two blocks, is left out: events cannot say where it belongs. Second copies are not told.
+    pub fn dump(&self, of: WorkerRank) -> Vec<Stored> {
+        let writer = self.writer.lock();
+        let tree = &self.tree;
+        let holders = tree.ranks.pin().get(&of).copied().unwrap_or([NONE; 3]);
+        let mut ends = FxHashMap::default();
+        let mut runs = Vec::new();
+        for (holder, tier) in holders.into_iter().zip(Tier::ALL) {
+            for at in writer.nodes_of_holder(holder) {
+                let Some(node) = tree.nodes.get(at) else {
+                    continue;
+                };
+                let mut left = node.held_by(holder, &tree.more);
+                while left != 0 {
+                    let from = left.trailing_zeros();
+                    let count = (left >> from).trailing_ones();
+                    left &= !span(from, count);
+                    let position = tree.end(&writer, at, 1 << from, &mut ends).0;
+                    runs.push((position, tier, at, from, count));
+                }
+            }
+        }
+        runs.sort_unstable();
+        let mut told = FxHashSet::default();
+        let mut dump = Vec::new();
+        for (_, tier, at, from, count) in runs {
+            let Some(before) = tree.before(&writer, at, from) else {
+                continue;
+            };
+            let parent = before.map(|before| tree.name(before, of));
+            let unclear = parent
+                .is_some_and(|parent| tree.find(&writer, of, holders, parent).nth(1).is_some());
+            if unclear || before.is_some_and(|before| !told.contains(&before)) {
+                continue;
+            }
+            let base = tree
+                .nodes
+                .get(at)
+                .map_or(0, |n| n.base.load(Ordering::Relaxed))
+                + from;
+            let hashes = tree.hashes.run(base, count as usize);
+            let blocks = (base..base + count).zip(hashes).map(|(block, hash)| {
+                told.insert(block);
+                StoredBlock {
+                    block: BlockHash(hash.load(Ordering::Relaxed)),
+                    engine: tree.name(block, of),
+                }
+            });
+            dump.push(Stored {
+                tier,
+                blocks: blocks.collect(),
+                parent,
+                namespace: writer.meta.get(at as usize).and_then(|meta| meta.namespace),
+                copies: Copies::Single,
+                source: None,
+            });
+        }
+        dump
     }
 
     /// Nodes that were ever made, in use or free.
@@ -145,6 +200,21 @@ impl Tree {
             }
         }
         all
+    }
+
+    /// The block before block `offset` of a node; `Some(None)`: it begins a prompt.
+    fn before(&self, writer: &Writer, at: u32, offset: u32) -> Option<Option<u32>> {
+        let (at, offset) = if offset > 0 {
+            (at, offset)
+        } else {
+            let meta = writer.meta.get(at as usize)?;
+            (meta.parent, meta.offset)
+        };
+        if at == ROOT {
+            return Some(None);
+        }
+        let base = self.nodes.get(at)?.base.load(Ordering::Relaxed);
+        Some(Some(base + offset - 1))
     }
 
     pub(super) fn first_hash(&self, node: &Node) -> BlockHash {

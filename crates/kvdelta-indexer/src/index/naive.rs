@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::event::{Change, Copies, Event, Stored};
 use crate::ids::{BlockHash, EngineHash, Namespace, Tier, WorkerRank};
-use crate::index::{Applied, Held, Refused};
+use crate::index::{Applied, Held, Overlap, Refused};
 
 /// What each admitted rank holds, by whole path from position 0.
 #[derive(Debug, Default)]
@@ -99,24 +99,19 @@ impl Naive {
         found.next().is_none().then_some(entry.namespace)?
     }
 
-    /// See `Index::overlap_of`: blocks, and the engine's hash of the last of them.
-    pub fn overlap_of(
-        &self,
-        of: WorkerRank,
-        tier: Tier,
-        prompt: &[BlockHash],
-    ) -> (usize, Option<EngineHash>) {
-        let Some(held) = self.ranks.get(&of) else {
-            return (0, None);
-        };
-        let mut last = None;
-        for blocks in 1..=prompt.len() {
-            match held.get(&prompt[..blocks]) {
-                Some(entry) if entry.copies[tier as usize] > 0 => last = Some(entry.engine),
-                _ => return (blocks - 1, last),
-            }
-        }
-        (prompt.len(), last)
+    /// See `Index::overlap_of`.
+    pub fn overlap_of(&self, of: WorkerRank, tier: Tier, prompt: &[BlockHash]) -> Option<Overlap> {
+        let held = self.ranks.get(&of)?;
+        let held = (1..=prompt.len()).map_while(|blocks| {
+            let entry = held.get(&prompt[..blocks])?;
+            (entry.copies[tier as usize] > 0).then_some(Overlap {
+                of,
+                tier,
+                blocks,
+                engine: entry.engine,
+            })
+        });
+        held.last()
     }
 
     /// See `Index::held`.

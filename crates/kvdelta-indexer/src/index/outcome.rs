@@ -80,6 +80,8 @@ pub struct Overlap {
     pub tier: Tier,
     /// Blocks from position 0 without a hole, at least 1.
     pub blocks: usize,
+    /// The rank's own engine hash of the last of them, which a claim carries.
+    pub engine: EngineHash,
 }
 
 /// One block that a rank holds.

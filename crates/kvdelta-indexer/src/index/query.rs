@@ -42,69 +42,44 @@ impl Index {
             return;
         };
         let groups = tree.holders_end.load(Ordering::Acquire).div_ceil(32) as usize;
-        let mut walk = Walk {
-            active: vec![u32::MAX; groups],
-            whole: vec![0; groups],
-            found: Vec::with_capacity(groups * 32),
-            walked: 0,
-        };
+        let mut walk = Walk::new(groups);
         while let Some((node, same)) = tree.compare(place, prompt) {
-            if !walk.step(tree, node, same) || walk.walked == prompt.blocks() {
+            if !walk.step(tree, node, same) || walk.end.walked == prompt.blocks() {
                 break;
             }
-            match tree.after(place.node, same, walk.walked, prompt) {
-                Some(node) => {
-                    place = Place {
-                        node,
-                        position: walk.walked,
-                    };
-                }
+            match tree.after(place.node, same, walk.end.walked, prompt) {
+                Some(next) => place = next,
                 None => break,
             }
         }
-        if walk.walked > 0 {
-            walk.finish();
-        }
+        walk.finish();
         fence(Ordering::Acquire);
-        for (holder, blocks) in walk.found {
+        for (holder, mut end) in walk.found {
             let Some(cells) = tree.holders.get(holder) else {
                 continue;
             };
-            let (of, tier) = cells.of();
-            let mut blocks = blocks;
             if cells.removal.load(Ordering::Acquire) > done {
-                blocks = tree.overlap(holder, prompt).0;
+                match tree.overlap(holder, prompt) {
+                    Some(now) => end = now,
+                    None => continue,
+                }
             }
-            if blocks > 0 {
-                all.push(Overlap { of, tier, blocks });
-            }
+            let (of, tier) = cells.of();
+            all.push(end.overlap(tree, of, tier));
         }
     }
 
-    /// What one rank holds of the prompt in a tier: blocks from position 0 without a hole, and the rank's own
-    /// engine hash of the last of them, which a claim carries.
+    /// What one rank holds of the prompt in a tier; `None`: nothing.
     pub fn overlap_of(
         &self,
         of: WorkerRank,
         tier: Tier,
         prompt: &mut Prompt<'_>,
-    ) -> (usize, Option<EngineHash>) {
+    ) -> Option<Overlap> {
         let _pinned = crossbeam_epoch::pin();
-        let holders = self.tree.ranks.pin().get(&of).copied();
-        let holder = holders.map_or(NONE, |holders| holders[tier as usize]);
-        if holder == NONE {
-            return (0, None);
-        }
-        let (blocks, last) = self.tree.overlap(holder, prompt);
-        let name = last.and_then(|block| {
-            let common = self.tree.engines.get(block)?.load(Ordering::Acquire);
-            Some(
-                self.tree
-                    .other_name(block, of)
-                    .unwrap_or(EngineHash(common)),
-            )
-        });
-        (blocks, name)
+        let holder = self.tree.ranks.pin().get(&of)?[tier as usize];
+        let end = self.tree.overlap(holder, prompt)?;
+        Some(end.overlap(&self.tree, of, tier))
     }
 }
 
@@ -114,6 +89,37 @@ struct Place {
     node: u32,
     position: usize,
 }
+
+/// How far a holder came: the blocks that it holds, and which the last one is.
+#[derive(Clone, Copy)]
+struct End {
+    walked: usize,
+    last: u32,
+}
+
+impl End {
+    /// `held` blocks of `node` further.
+    fn further(self, node: &Node, held: u32) -> Self {
+        Self {
+            walked: self.walked + held as usize,
+            last: node.base.load(Ordering::Relaxed) + held.saturating_sub(1),
+        }
+    }
+
+    fn overlap(self, tree: &Tree, of: WorkerRank, tier: Tier) -> Overlap {
+        Overlap {
+            of,
+            tier,
+            blocks: self.walked,
+            engine: tree.name(self.last, of),
+        }
+    }
+}
+
+const START: End = End {
+    walked: 0,
+    last: NONE,
+};
 
 impl Tree {
     fn first(&self, prompt: &mut Prompt<'_>) -> Option<Place> {
@@ -130,72 +136,96 @@ impl Tree {
         let node = self.nodes.get(place.node)?;
         let len = node.len.load(Ordering::Acquire) as usize;
         let cells = self.hashes.run(node.base.load(Ordering::Relaxed), len);
-        let hashes = prompt.hashed_to(place.position + len);
-        let pairs = cells.iter().zip(hashes.get(place.position..)?);
+        let hashes = prompt
+            .hashed_to(place.position + len)
+            .get(place.position..)?;
+        let pairs = cells.iter().zip(hashes);
         let same = pairs.take_while(|(cell, hash)| cell.load(Ordering::Relaxed) == hash.0);
         Some((node, u32::try_from(same.count()).ok()?))
     }
 
     /// The node that goes on after the first `same` blocks of `node`.
     #[inline]
-    fn after(&self, node: u32, same: u32, position: usize, prompt: &mut Prompt<'_>) -> Option<u32> {
+    fn after(
+        &self,
+        node: u32,
+        same: u32,
+        position: usize,
+        prompt: &mut Prompt<'_>,
+    ) -> Option<Place> {
+        #[cfg(test)]
+        super::tests::between_nodes();
         let hash = *prompt.hashed_to(position + 1).get(position)?;
-        self.child(node, same, hash)
+        let node = self.child(node, same, hash)?;
+        Some(Place { node, position })
     }
 
-    /// Blocks that one holder has, and the last of them.
-    fn overlap(&self, holder: u32, prompt: &mut Prompt<'_>) -> (usize, Option<u32>) {
-        let Some(cells) = self.holders.get(holder) else {
-            return (0, None);
-        };
+    /// How far one holder comes; `None`: it holds nothing, or it changes too fast to tell.
+    fn overlap(&self, holder: u32, prompt: &mut Prompt<'_>) -> Option<End> {
+        let cells = self.holders.get(holder)?;
         for _ in 0..WALKS {
             let done = self.removals_done.load(Ordering::Acquire);
-            let found = self.walk_one(holder, prompt);
+            let end = self.walk_one(holder, prompt);
             fence(Ordering::Acquire);
             if cells.removal.load(Ordering::Acquire) <= done {
-                return found;
+                return (end.walked > 0).then_some(end);
             }
         }
-        (0, None)
+        None
     }
 
-    fn walk_one(&self, holder: u32, prompt: &mut Prompt<'_>) -> (usize, Option<u32>) {
-        let (mut walked, mut last) = (0, None);
+    fn walk_one(&self, holder: u32, prompt: &mut Prompt<'_>) -> End {
+        let mut end = START;
         let mut place = self.first(prompt);
-        while let Some(at) = place {
-            let Some((node, same)) = self.compare(at, prompt) else {
-                break;
-            };
+        while let Some(at) = place
+            && let Some((node, same)) = self.compare(at, prompt)
+        {
             let held = node.held_by(holder, &self.more).trailing_ones().min(same);
-            if held > 0 {
-                walked += held as usize;
-                last = Some(node.base.load(Ordering::Relaxed) + held - 1);
-            }
-            if held < same || held == 0 || walked == prompt.blocks() {
+            if held == 0 {
                 break;
             }
-            let next = self.after(at.node, same, walked, prompt);
-            place = next.map(|node| Place {
-                node,
-                position: walked,
-            });
+            end = end.further(node, held);
+            if held < same || end.walked == prompt.blocks() {
+                break;
+            }
+            place = self.after(at.node, same, end.walked, prompt);
         }
-        (walked, last)
+        end
+    }
+
+    /// What a rank calls a block.
+    pub(super) fn name(&self, block: u32, of: WorkerRank) -> EngineHash {
+        let common = self
+            .engines
+            .get(block)
+            .map(|name| name.load(Ordering::Acquire));
+        let other = self.other_name(block, of);
+        other.unwrap_or(EngineHash(common.unwrap_or_default()))
     }
 }
 
 /// All holders on their way through one prompt.
 struct Walk {
-    /// By group: the holders that hold all blocks so far; at first nobody is excluded.
+    /// By group: the holders that hold all blocks so far; before the first node, all.
     active: Vec<u32>,
     /// By group: those that hold all matching blocks of the node at hand.
     whole: Vec<u32>,
-    /// Holders that fell behind, and the blocks that they hold.
-    found: Vec<(u32, usize)>,
-    walked: usize,
+    /// Holders that fell behind, and how far they came.
+    found: Vec<(u32, End)>,
+    /// How far those came that did not.
+    end: End,
 }
 
 impl Walk {
+    fn new(groups: usize) -> Self {
+        Self {
+            active: vec![u32::MAX; groups],
+            whole: vec![0; groups],
+            found: Vec::with_capacity(groups * 32),
+            end: START,
+        }
+    }
+
     /// Passes a node of which the prompt has `same` blocks. Whether anybody holds all of these.
     #[inline]
     fn step(&mut self, tree: &Tree, node: &Node, same: u32) -> bool {
@@ -218,13 +248,13 @@ impl Walk {
                         *whole |= bit;
                         continue;
                     }
-                    let held = self.walked + blocks.trailing_ones() as usize;
+                    let held = blocks.trailing_ones();
                     if let Some(active) = self.active.get_mut(group)
                         && *active & bit != 0
                         && held > 0
                     {
                         *active &= !bit;
-                        self.found.push((holder, held));
+                        self.found.push((holder, self.end.further(node, held)));
                     }
                 }
             }
@@ -233,29 +263,33 @@ impl Walk {
         for (group, (active, whole)) in self.active.iter_mut().zip(&self.whole).enumerate() {
             let behind = *active & !*whole;
             *active &= *whole;
-            if self.walked > 0 && behind != 0 {
-                report(&mut self.found, group, behind, self.walked);
+            if self.end.walked > 0 && behind != 0 {
+                report(&mut self.found, group, behind, self.end);
             }
             any |= *active;
         }
         if any != 0 {
-            self.walked += same as usize;
+            self.end = self.end.further(node, same);
         }
         any != 0
     }
 
     fn finish(&mut self) {
+        if self.end.walked == 0 {
+            return;
+        }
         for (group, active) in self.active.iter().enumerate() {
-            report(&mut self.found, group, *active, self.walked);
+            report(&mut self.found, group, *active, self.end);
         }
     }
 }
 
-/// Each holder of `group` whose bit is set has `blocks`.
-fn report(found: &mut Vec<(u32, usize)>, group: usize, mut holders: u32, blocks: usize) {
+/// Each holder of `group` whose bit is set came to `end`.
+#[inline]
+fn report(found: &mut Vec<(u32, End)>, group: usize, mut holders: u32, end: End) {
     let first = u32::try_from(group * 32).unwrap_or(NONE);
     while holders != 0 {
-        found.push((first + holders.trailing_zeros(), blocks));
+        found.push((first + holders.trailing_zeros(), end));
         holders &= holders - 1;
     }
 }

@@ -359,6 +359,15 @@ impl Writer {
             .unwrap_or(NONE)
     }
 
+    /// Nodes in which a holder may have blocks, each once.
+    pub(super) fn nodes_of_holder(&self, holder: u32) -> Vec<u32> {
+        let nodes = self.nodes_of.get(holder as usize);
+        let mut nodes = nodes.map(|nodes| nodes.list.clone()).unwrap_or_default();
+        nodes.sort_unstable();
+        nodes.dedup();
+        nodes
+    }
+
     /// Takes back what no reader can see any more.
     fn reclaim(&mut self) {
         self.free.append(&mut self.returned.lock());

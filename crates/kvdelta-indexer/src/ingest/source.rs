@@ -131,7 +131,10 @@ impl<P> Source<P> {
             return None;
         }
         let doubted = self.doubted && (self.link.dumps || !self.too_old);
-        let mut need = self.want.or(doubted.then_some(Need::Full))?;
+        let mut need = match self.want {
+            None | Some(Need::Probe) if doubted => Need::Full,
+            want => want?,
+        };
         if !self.can_compare() {
             need = Need::Full;
         }
