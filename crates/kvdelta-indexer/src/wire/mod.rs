@@ -13,5 +13,3 @@ mod msgpack;
 pub(crate) mod normalize;
 pub(crate) mod query;
 pub(crate) mod skipped;
-#[cfg(test)]
-mod tests;
