@@ -6,6 +6,8 @@
 
 mod error;
 mod event;
+#[cfg(feature = "feed")]
+pub mod feed;
 mod hash;
 mod ids;
 mod index;
@@ -33,4 +35,5 @@ pub use wire::batch::{BadBatch, Place, WireBatch, WireEvent, WireStored};
 pub use wire::dynamo::{Envelope, RouterEvent, WireRouterEvent, router_events};
 pub use wire::groups::CacheGroups;
 pub use wire::normalize::{Dialect, Normalized, Normalizer};
+pub use wire::query::LocalAnswer;
 pub use wire::skipped::Skipped;

@@ -159,10 +159,14 @@ impl Client {
     }
 
     async fn post(&self, base: &str, body: &Value) -> Result<reqwest::Response> {
-        let url = format!("{base}/v1/completions");
+        self.send(&format!("{base}/v1/completions"), body).await
+    }
+
+    /// Posts `body`; an answer without success is an error with what it says.
+    pub(crate) async fn send(&self, url: &str, body: &Value) -> Result<reqwest::Response> {
         let response = self
             .http
-            .post(&url)
+            .post(url)
             .json(body)
             .send()
             .await

@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, bail};
 
-use crate::cache::{Cache, Key, project_root};
+use crate::cache::{Cache, Key, project_root, sha256};
 use crate::command;
 
 /// The lock files hold wheels of this Python alone.
@@ -110,6 +110,64 @@ pub(crate) fn protoc(cache: &Cache) -> Result<PathBuf> {
         Ok(())
     })?;
     Ok(folder.join("protoc"))
+}
+
+/// The NATS server: that in PATH, else Debian's package, unpacked into the cache.
+pub(crate) fn nats_server(cache: &Cache) -> Result<PathBuf> {
+    let mut installed = Command::new("nats-server");
+    installed.arg("--version");
+    if command::output(installed).is_ok() {
+        return Ok(PathBuf::from("nats-server"));
+    }
+    let mut show = Command::new("apt-cache");
+    show.args(["show", "--no-all-versions", "nats-server"]);
+    let record = command::output(show).context(
+        "no nats-server in PATH and no Debian package of it: install NATS, or run apt-get update",
+    )?;
+    let field = |name: &str| {
+        let mut lines = record.lines();
+        let value = lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
+        value.with_context(|| format!("apt-cache show nats-server has no {name}"))
+    };
+    let (version, checksum) = (field("Version")?, field("SHA256")?);
+    let key = Key::new()
+        .part("version", version.as_bytes())
+        .part("sha256", checksum.as_bytes());
+    let folder = cache.entry("nats-server", &key, |folder| {
+        let log = cache.folder("logs")?.join("nats-server.log");
+        let mut download = Command::new("apt-get");
+        download
+            .args(["download", "--quiet"])
+            .arg(format!("nats-server={version}"))
+            .current_dir(folder);
+        command::logged("nats-server: package", download, &log)?;
+        let package = only_package(folder)?;
+        let bytes =
+            fs::read(&package).with_context(|| format!("cannot read {}", package.display()))?;
+        if sha256(&bytes) != checksum {
+            bail!("{} does not have its SHA-256", package.display());
+        }
+        let mut unpack = Command::new("dpkg-deb");
+        unpack.arg("--extract").arg(&package).arg(folder);
+        command::quiet(unpack, &log)?;
+        fs::remove_file(&package)?;
+        Ok(())
+    })?;
+    ["usr/sbin/nats-server", "usr/bin/nats-server"]
+        .iter()
+        .map(|path| folder.join(path))
+        .find(|path| path.exists())
+        .with_context(|| format!("no nats-server in {}", folder.display()))
+}
+
+fn only_package(folder: &Path) -> Result<PathBuf> {
+    let entries =
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    let mut packages = entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|end| end == "deb"));
+    packages.next().context("apt-get downloaded no package")
 }
 
 /// A virtual environment from a lock file, which holds versions and hashes of all it contains.

@@ -37,7 +37,7 @@ pub(crate) const MAX_TOKENS: usize = 8192;
 /// Resident memory of a started worker, measured, with room for its peak.
 const WORKER_BYTES: u64 = 2_200 << 20;
 /// A worker that is not up by then never will be; a cold and busy machine needs minutes.
-const START_TIMEOUT: Duration = Duration::from_secs(900);
+pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(900);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 const EVENT_SOURCES_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(500);
@@ -55,14 +55,15 @@ pub(crate) struct Parts {
 
 /// One process, its group and its log.
 #[derive(Debug)]
-struct Process {
+pub(crate) struct Process {
     name: String,
     child: Child,
     log: PathBuf,
 }
 
 impl Process {
-    fn spawn(name: &str, mut command: Command, folder: &Path) -> Result<Self> {
+    /// Starts `command` with its output in `folder`; settings of the user's shell are taken away.
+    pub(crate) fn spawn(name: &str, mut command: Command, folder: &Path) -> Result<Self> {
         let log = folder.join(format!("{name}.log"));
         let output = File::options()
             .create(true)
@@ -88,7 +89,7 @@ impl Process {
     }
 
     /// An error with the reason and the tail of the log if the process has ended.
-    fn check(&mut self) -> Result<()> {
+    pub(crate) fn check(&mut self) -> Result<()> {
         if let Some(status) = self.exited()? {
             bail!(
                 "{} ended while it was needed ({status}); the end of {}:\n{}",
@@ -104,7 +105,8 @@ impl Process {
         Ok(Pid::from_raw(i32::try_from(self.child.id())?))
     }
 
-    fn signal(&self, signal: Signal) {
+    /// Sends a signal to the whole group.
+    pub(crate) fn signal(&self, signal: Signal) {
         if let Ok(group) = self.group() {
             // A group that is gone already is what we want.
             let _ = killpg(group, signal);
@@ -224,7 +226,7 @@ const INHERITED_SETTINGS: [&str; 7] = [
 ];
 
 /// Ends the processes: asks first, then kills, and waits until they are gone.
-fn stop(processes: &mut [Process]) {
+pub(crate) fn stop(processes: &mut [Process]) {
     for (signal, patience) in [
         (Signal::SIGTERM, STOP_TIMEOUT),
         (Signal::SIGKILL, STOP_TIMEOUT),
@@ -667,7 +669,7 @@ const SKIPPED: &str = "Skipping KV event subscription";
 const EVENT_SOURCES: &str = "dynamo_component_router_kv_zmq_ingress_sources";
 
 /// Options of vLLM in every worker. The KV cache holds 2,048 blocks of the test model.
-const ENGINE_OPTIONS: [&str; 12] = [
+pub(crate) const ENGINE_OPTIONS: [&str; 12] = [
     "--block-size",
     "32",
     "--max-model-len",
@@ -682,7 +684,8 @@ const ENGINE_OPTIONS: [&str; 12] = [
     "--enable-prefix-caching",
 ];
 
-fn engine_environment() -> [(&'static str, &'static str); 7] {
+/// Variables of every engine.
+pub(crate) fn engine_environment() -> [(&'static str, &'static str); 7] {
     [
         ("HF_HUB_OFFLINE", "1"),
         ("VLLM_NO_USAGE_STATS", "1"),
@@ -734,7 +737,7 @@ fn available_bytes() -> Result<u64> {
 ///
 /// Below the range from which systems take the ports of outgoing connections, and because
 /// Dynamo reads DYN_SYSTEM_PORT as an i16.
-fn free_ports<const N: usize>() -> Result<[u16; N]> {
+pub(crate) fn free_ports<const N: usize>() -> Result<[u16; N]> {
     let mut listeners = Vec::new();
     for _ in 0..1000 {
         let port = fastrand::u16(20_000..=32_767);

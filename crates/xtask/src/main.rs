@@ -13,6 +13,7 @@ mod export_pr;
 mod fleet;
 mod frontend;
 mod interrupt;
+mod live_index;
 mod outputs;
 mod patch;
 mod pr_text;

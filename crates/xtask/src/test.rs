@@ -17,6 +17,7 @@ use crate::env;
 use crate::export_pr;
 use crate::frontend;
 use crate::interrupt;
+use crate::live_index;
 use crate::patch;
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Report};
@@ -31,6 +32,7 @@ const TOLERANCE: f64 = 0.05;
 #[command(after_help = "Examples:
   cargo xtask test --fast     seconds to minutes
   cargo xtask test            everything, real engines among it
+  cargo xtask test --only \"fed by real engines\"
   cargo xtask test --each-patch --json results.json
                               upstream's tests before the series and after each patch of it,
                               for `cargo xtask export-pr --results results.json`")]
@@ -38,6 +40,9 @@ pub(crate) struct Options {
     /// Leave out what needs the engines or Dynamo's big crates.
     #[arg(long)]
     fast: bool,
+    /// Run only the parts with this in their name.
+    #[arg(long, value_name = "TEXT", conflicts_with_all = ["fast", "each_patch"])]
+    only: Option<String>,
     /// Run upstream's tests alone: on the unpatched sources, then after each patch of the series.
     /// A test that a patch breaks, removes or ignores is a failure.
     #[arg(long, conflicts_with = "fast")]
@@ -55,7 +60,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 10] = [
+const PARTS: [Part; 11] = [
     Part {
         name: "format",
         heavy: false,
@@ -102,6 +107,11 @@ const PARTS: [Part; 10] = [
         run: unchanged::check,
     },
     Part {
+        name: "the index fed by real engines",
+        heavy: true,
+        run: live_index::check,
+    },
+    Part {
         name: "real engines",
         heavy: true,
         run: engines,
@@ -114,7 +124,9 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
         return each_patch(cache, options.json.as_deref());
     }
     let (mut passed, mut skipped, mut failed) = (0, Vec::new(), Vec::new());
-    for part in &PARTS {
+    let wanted = options.only.as_deref().unwrap_or_default();
+    let parts = PARTS.iter().filter(|part| part.name.contains(wanted));
+    for part in parts {
         if options.fast && part.heavy {
             say(format!("{}: left out by --fast", part.name));
             skipped.push(part.name);
@@ -132,6 +144,13 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
                 failed.push(part.name);
             }
         }
+    }
+    if passed + failed.len() + skipped.len() == 0 {
+        let names: Vec<_> = PARTS.iter().map(|part| part.name).collect();
+        bail!(
+            "--only: no part has {wanted:?} in its name: {}",
+            names.join(", ")
+        );
     }
     for name in &skipped {
         println!("skipped: {name} (--fast)");

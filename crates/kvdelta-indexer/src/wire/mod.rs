@@ -11,4 +11,5 @@ mod extra_keys;
 pub(crate) mod groups;
 mod msgpack;
 pub(crate) mod normalize;
+pub(crate) mod query;
 pub(crate) mod skipped;
