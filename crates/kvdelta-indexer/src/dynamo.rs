@@ -14,6 +14,8 @@
 //! to the caller's order, as with Dynamo's trees: the thread pool keeps all events and removals of a rank
 //! in one queue, and `WorkerQueryClient` in dynamo-llm stops a publisher before it removes its ranks.
 
+mod choice;
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -31,6 +33,8 @@ use crate::event::{Change, Copies, Event, Stored, StoredBlock};
 use crate::hash::Prompt;
 use crate::ids::{BlockHash, BlockSize, EngineHash, Tier, WorkerId, WorkerRank};
 use crate::index::{Applied, Index, Overlap, Refused};
+
+pub use choice::{BadDecodeIndex, DECODE_INDEX_VARIABLE, is_chosen};
 
 /// The index behind Dynamo's `SyncIndexer`.
 ///
