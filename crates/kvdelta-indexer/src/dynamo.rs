@@ -12,7 +12,7 @@
 //! **Removed ranks.** The interface has no call that lets a rank in, so a rank is admitted by its first
 //! store, also after a removal. That a late event of a removed worker does not revive it is therefore up
 //! to the caller's order, as with Dynamo's trees: the thread pool keeps all events and removals of a rank
-//! in one queue, and `WorkerQueryClient` in dynamo-llm stops a publisher before it removes its ranks.
+//! in one queue, and `WorkerQueryClient` in dynamo-llm unbinds a publisher before it resets its rank.
 
 mod choice;
 
@@ -61,8 +61,8 @@ impl DecodeIndex {
     /// What every rank holds of the prompt in device memory, and the engine's hash of the last of these
     /// blocks. Ranks that hold nothing are left out.
     ///
-    /// Blocks and hash of a rank are of one moment; those of two ranks need not be.
-    pub fn find_match_details(&self, sequence: &[LocalBlockHash]) -> MatchDetails {
+    /// What the answer is when events come in meanwhile: see [`Index`].
+    pub fn find_match_details(&self, sequence: Vec<LocalBlockHash>) -> MatchDetails {
         let mut details = MatchDetails::new();
         for found in self.overlaps(sequence) {
             let worker = worker_of(found.of);
@@ -74,8 +74,9 @@ impl DecodeIndex {
         details
     }
 
-    fn overlaps(&self, sequence: &[LocalBlockHash]) -> impl Iterator<Item = Overlap> {
-        let hashes = sequence.iter().map(|hash| BlockHash(hash.0)).collect();
+    fn overlaps(&self, sequence: Vec<LocalBlockHash>) -> impl Iterator<Item = Overlap> {
+        // In place: the two are of one size.
+        let hashes = sequence.into_iter().map(|hash| BlockHash(hash.0)).collect();
         let mut prompt = Prompt::hashed(hashes, self.index.block_size());
         let all = self.index.overlaps(&mut prompt).into_iter();
         all.filter(|found| found.tier == Tier::Device)
@@ -192,7 +193,7 @@ impl SyncIndexer for DecodeIndex {
 
     fn find_matches(&self, sequence: &[LocalBlockHash], _early_exit: bool) -> OverlapScores {
         let mut scores = OverlapScores::new();
-        let overlaps = self.overlaps(sequence);
+        let overlaps = self.overlaps(sequence.to_vec());
         let overlaps = overlaps.map(|found| (worker_of(found.of), score_of(found.blocks)));
         scores.scores.extend(overlaps);
         scores

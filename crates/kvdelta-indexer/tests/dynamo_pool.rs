@@ -87,7 +87,7 @@ fn cleared(of: WorkerWithDpRank) -> RouterEvent {
 }
 
 async fn answer_of_ours(pool: &Ours, prompt: &[u8]) -> Answer {
-    let details = pool.backend().find_match_details(&local(prompt));
+    let details = pool.backend().find_match_details(local(prompt));
     let scores = pool.find_matches(local(prompt)).await.unwrap().scores;
     assert_eq!(scores, details.overlap_scores.scores);
     let hashes = details.last_matched_hashes;
