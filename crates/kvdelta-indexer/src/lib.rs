@@ -4,6 +4,8 @@
 //! (order, gaps, restarts), `trust` (how far to believe it) and `index`. All but the feeds is plain data
 //! without sockets or clocks.
 
+#[cfg(feature = "dynamo")]
+pub mod dynamo;
 mod error;
 mod event;
 #[cfg(feature = "feed")]
