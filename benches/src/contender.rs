@@ -21,6 +21,7 @@ use kvdelta_indexer::{
 };
 use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
 
 use crate::data::{BLOCK_TOKENS, Change, Data, Step, WORKERS, size};
 use crate::oracle::Overlaps;
@@ -236,7 +237,12 @@ pub trait Watch {
 }
 
 /// Loads `contender` with all of `data`, events made beforehand, and returns it.
-pub fn load(contender: Contender, way: Way, data: &[Data], watch: &mut impl Watch) -> Box<dyn Reader> {
+pub fn load(
+    contender: Contender,
+    way: Way,
+    data: &[Data],
+    watch: &mut impl Watch,
+) -> Box<dyn Reader> {
     match (contender, way) {
         (Contender::Kvdelta, _) => {
             let index = empty();
@@ -281,8 +287,9 @@ pub fn load(contender: Contender, way: Way, data: &[Data], watch: &mut impl Watc
         (Contender::Sharded, _) => {
             let shards = sharded();
             let events = collected(data, |step| router_event(step));
+            let runtime = runtime();
             watch.watch(&shards, || {
-                pollster::block_on(async {
+                runtime.block_on(async {
                     for event in events {
                         shards.apply_event(event).await;
                     }
@@ -305,6 +312,12 @@ fn empty() -> Index {
 fn sharded() -> Shards {
     let shards = (0..SHARDS).map(|_| pool(ConcurrentRadixTreeCompressed::new()));
     BranchShardedIndexer::new(shards.collect(), ROUTED_BLOCKS, BLOCK_TOKENS)
+}
+
+/// Shards are flushed by tasks.
+fn runtime() -> Runtime {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    runtime.build().expect("needs no resources")
 }
 
 fn load_positional(mode: SearchMode, data: &[Data], watch: &mut impl Watch) -> Box<dyn Reader> {
@@ -357,7 +370,8 @@ pub fn stream(contender: Contender, data: &Data, loaded: impl FnOnce(&dyn Reader
         Contender::Binary => stream_pool(positional(SearchMode::Binary), data, loaded),
         Contender::Sharded => {
             let shards = sharded();
-            let flush = || pollster::block_on(KvIndexerInterface::flush(&shards));
+            let runtime = runtime();
+            let flush = || runtime.block_on(KvIndexerInterface::flush(&shards));
             let mut waiting = 0;
             data.steps(&mut |step| {
                 pollster::block_on(shards.apply_event(router_event(step)));
@@ -383,6 +397,8 @@ fn stream_pool<T: SyncIndexer>(backend: T, data: &Data, loaded: impl FnOnce(&dyn
         }
     });
     flush();
+    // It tidies up once in a while; what it would free soon is not held against it.
+    pool.backend().run_cleanup_task();
     loaded(&pool);
 }
 

@@ -21,7 +21,7 @@ const CHUNK: usize = 128;
 const VOCABULARY: u32 = 151_936;
 
 /// Blocks in one id of the trace, which stands for 512 tokens.
-const BLOCKS_OF_ID: usize = 32;
+pub const BLOCKS_OF_ID: usize = 32;
 
 /// One block of a chain.
 #[derive(Clone, Copy, Debug)]
@@ -137,8 +137,7 @@ impl Data {
         match self {
             Self::Prompts { blocks, prompts } => {
                 let all = 0..*prompts;
-                all.map(|prompt| prompt_tokens(prompt, *blocks))
-                    .collect()
+                all.map(|prompt| prompt_tokens(prompt, *blocks)).collect()
             }
             Self::Everywhere { entries } => {
                 let prompts = spread(entries / WORKERS / EVERYWHERE_BLOCKS, count);
@@ -206,7 +205,9 @@ const EVERYWHERE_BLOCKS: usize = 512;
 /// Tokens of `blocks` blocks, the same for the same seed.
 fn tokens(seed: &[u64], blocks: usize) -> Vec<u32> {
     let mixed = seed.iter().fold(0, |mixed: u64, part| {
-        (mixed ^ part).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+        (mixed ^ part)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15)
+            .rotate_left(29)
     });
     let mut random = fastrand::Rng::with_seed(mixed);
     let count = blocks * size().tokens();

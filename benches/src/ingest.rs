@@ -2,7 +2,6 @@
 
 //! How fast one thread puts events in, and how long another one waits for answers meanwhile.
 
-use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -128,7 +127,11 @@ fn run_data(plan: &Plan, data: &Data, progress: &mut Progress) -> Result<Row> {
             let (contender, way) = (speed.contender, speed.way);
             progress.say(|| {
                 let name = data.name();
-                format!("ingest: {name}, round {} of {}, {contender}", round + 1, plan.rounds)
+                format!(
+                    "ingest: {name}, round {} of {}, {contender}",
+                    round + 1,
+                    plan.rounds
+                )
             });
             let mut alone = Watcher::default();
             load(contender, way, std::slice::from_ref(data), &mut alone);

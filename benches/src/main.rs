@@ -83,8 +83,8 @@ const FULL: Sizes = Sizes {
     background: 1_000_000,
     prompts: [(512, 32), (8_192, 8)],
     ingest: 2_000_000,
-    requests: 3_000,
-    capacity: 512,
+    requests: 1_000,
+    capacity: 192,
     memory: 10_000_000,
 };
 

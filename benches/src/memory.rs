@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::contender::Contender;
-use crate::data::{Change, Data, WORKERS};
+use crate::data::{BLOCKS_OF_ID, Change, Data, WORKERS};
 use crate::progress::Progress;
 use crate::query::check;
 use crate::trace::Trace;
@@ -42,14 +42,14 @@ impl Kind {
                 sequences: 32,
             },
             Self::Trace => {
-                let trace = trace?.clone();
-                let ids: usize = trace.requests.iter().map(Vec::len).sum();
-                // A seventh of the ids is found in a cache; a little more fills and evicts.
-                let wanted = entries / 32;
+                let trace = trace?;
+                let wanted = entries / BLOCKS_OF_ID;
+                // A seventh of the ids is found in a cache; the rest fills all caches and evicts some.
+                let (requests, passes) = trace.with_ids(wanted * 3 / 2);
                 Data::Trace {
-                    passes: (wanted * 3 / 2).div_ceil(ids),
+                    trace: trace.first(requests),
+                    passes,
                     capacity: wanted / WORKERS,
-                    trace,
                 }
             }
         })

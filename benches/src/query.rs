@@ -10,8 +10,8 @@ use anyhow::{Result, ensure};
 use kvdelta_indexer::{BlockHash, PromptOf, block_hashes};
 use serde::Serialize;
 
-use crate::contender::{Contender, Found, Reader, Watch, Way, load, peers_hashes};
-use crate::data::{BLOCK_TOKENS, Data, diverging, size};
+use crate::contender::{Contender, Found, Reader, Watch, load, peers_hashes};
+use crate::data::{Data, diverging, size};
 use crate::oracle::{Oracle, Overlaps};
 use crate::progress::Progress;
 use crate::spread::Spread;
@@ -210,7 +210,11 @@ fn run_case(
     for round in 0..plan.rounds {
         progress.say(|| {
             let (name, depth) = (&case.name, case.depth.name());
-            format!("query: {name} {depth}, round {} of {}", round + 1, plan.rounds)
+            format!(
+                "query: {name} {depth}, round {} of {}",
+                round + 1,
+                plan.rounds
+            )
         });
         peers_hashing.push(asked(plan.turn, &case.prompts, |p| peers_hashes(p)));
         our_hashing.push(asked(plan.turn, &case.prompts, |p| self::hashes(p)));
@@ -298,52 +302,42 @@ pub fn check(contender: Contender, wrong: usize, data: &str) -> Result<()> {
     Ok(())
 }
 
-/// Mean nanoseconds of `ask` over the prompts, asked in turn for at least `turn`.
+/// Nanoseconds of `ask` for one prompt, all of them asked in turn for at least `turn`.
+///
+/// The median of the passes, so that one in which another program had the processor does not count.
 fn asked<T>(turn: Duration, prompts: &[Vec<u32>], mut ask: impl FnMut(&[u32]) -> T) -> f64 {
     let began = Instant::now();
-    let mut asked = 0;
-    loop {
+    let mut passes = Vec::new();
+    while passes.is_empty() || began.elapsed() < turn {
+        let start = Instant::now();
         for prompt in prompts {
             black_box(ask(black_box(prompt)));
         }
-        asked += prompts.len();
-        let spent = began.elapsed();
-        if spent >= turn {
-            return nanoseconds(spent, asked);
-        }
+        passes.push(nanoseconds(start.elapsed(), prompts.len()));
     }
+    Spread::of(&passes).median
 }
 
 /// As `asked`, from hashes; the copies that an index may use up are made outside of the time.
 fn matched(turn: Duration, index: &dyn Reader, hashes: &[Vec<BlockHash>]) -> f64 {
     let began = Instant::now();
-    let mut spent = Duration::ZERO;
-    let mut asked = 0;
-    loop {
+    let mut passes = Vec::new();
+    while passes.is_empty() || began.elapsed() < turn {
         let mut inputs: Vec<_> = hashes.iter().map(|hashes| index.input(hashes)).collect();
         let start = Instant::now();
         for input in &mut inputs {
             let found: Found = index.find(black_box(input));
             black_box(found);
         }
-        spent += start.elapsed();
-        asked += inputs.len();
-        // Copying a long prompt takes much longer than to see that its first block is held nowhere.
-        if spent >= turn || began.elapsed() >= turn * 4 {
-            return nanoseconds(spent, asked);
-        }
+        passes.push(nanoseconds(start.elapsed(), inputs.len()));
     }
+    Spread::of(&passes).median
 }
 
 /// Nanoseconds a piece.
 fn nanoseconds(spent: Duration, pieces: usize) -> f64 {
     let pieces = u32::try_from(pieces).map_or(f64::INFINITY, f64::from);
     spent.as_secs_f64() * 1e9 / pieces
-}
-
-/// Tokens of a prompt of `blocks` blocks.
-pub fn tokens_of(blocks: usize) -> usize {
-    blocks * usize::try_from(BLOCK_TOKENS).unwrap_or(usize::MAX)
 }
 
 /// Loading that nobody looks at.

@@ -51,7 +51,9 @@ impl Machine {
         let model = info.lines().find(|line| line.starts_with("model name"));
         let model = model.and_then(|line| line.split_once(':'));
         Self {
-            processor: model.map_or("unknown processor", |(_, name)| name.trim()).to_owned(),
+            processor: model
+                .map_or("unknown processor", |(_, name)| name.trim())
+                .to_owned(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             date: jiff::Timestamp::now().strftime("%Y-%m-%d").to_string(),
             command,
@@ -163,7 +165,11 @@ impl Report {
 
     fn queries(&self, title: &'static str, note: &'static str, from_tokens: bool) -> Table {
         let contenders = contenders(self.query.iter().flat_map(|row| row.times.keys()));
-        let mut head = vec!["prompts".to_owned(), "tokens".to_owned(), "match".to_owned()];
+        let mut head = vec![
+            "prompts".to_owned(),
+            "tokens".to_owned(),
+            "match".to_owned(),
+        ];
         if from_tokens {
             head.extend(["hashing: peers".to_owned(), "ours".to_owned()]);
         }
@@ -301,7 +307,15 @@ impl Report {
             note: "Million blocks a second with nobody reading and with one reader; thousand queries a \
                    second of that reader, its latencies in microseconds. *Pool* goes through the peer's \
                    own `ThreadPoolIndexer` of one thread, all others write on the measured thread.",
-            head: heads(&["data", "index", "alone", "with a reader", "queries", "p50", "p99"]),
+            head: heads(&[
+                "data",
+                "index",
+                "alone",
+                "with a reader",
+                "queries",
+                "p50",
+                "p99",
+            ]),
             rows: rows.collect(),
         }
     }

@@ -53,4 +53,17 @@ impl Trace {
             requests: self.requests[..count].to_vec(),
         }
     }
+
+    /// How many requests, run how often, come to about `ids` ids.
+    pub fn with_ids(&self, ids: usize) -> (usize, usize) {
+        let all: usize = self.requests.iter().map(Vec::len).sum();
+        let passes = ids.div_ceil(all.max(1)).max(1);
+        let mut left = ids / passes;
+        let fits = self.requests.iter().take_while(|request| {
+            let fits = left > 0;
+            left = left.saturating_sub(request.len());
+            fits
+        });
+        (fits.count(), passes)
+    }
 }

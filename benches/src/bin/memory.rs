@@ -64,5 +64,7 @@ fn main() -> Result<()> {
 /// Bytes asked of the allocator and not given back.
 fn live() -> usize {
     let stats = ALLOCATOR.stats();
-    stats.bytes_allocated.saturating_sub(stats.bytes_deallocated)
+    stats
+        .bytes_allocated
+        .saturating_sub(stats.bytes_deallocated)
 }
