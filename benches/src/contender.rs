@@ -23,7 +23,7 @@ use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 
-use crate::data::{BLOCK_TOKENS, Change, Data, Step, WORKERS, size};
+use crate::data::{BLOCK_TOKENS, Block, Change, Data, Recording, Step, WORKERS, size};
 use crate::oracle::Overlaps;
 
 /// An index.
@@ -236,17 +236,17 @@ pub trait Watch {
     fn watch_alone(&mut self, write: impl FnOnce());
 }
 
-/// Loads `contender` with all of `data`, events made beforehand, and returns it.
+/// Loads `contender` with all of `recording`, events made beforehand, and returns it.
 pub fn load(
     contender: Contender,
     way: Way,
-    data: &[Data],
+    recording: &Recording,
     watch: &mut impl Watch,
 ) -> Box<dyn Reader> {
     match (contender, way) {
         (Contender::Kvdelta, _) => {
             let index = empty();
-            let events = collected(data, |step| event(step));
+            let events = collected(recording, |step| event(step));
             watch.watch(&index, || {
                 for event in events {
                     let applied = index.apply(&event);
@@ -257,7 +257,7 @@ pub fn load(
         }
         (Contender::RadixTree, _) => {
             let mut tree = RadixTree::new();
-            let events = collected(data, |step| router_event(step));
+            let events = collected(recording, |step| router_event(step));
             watch.watch_alone(|| {
                 for event in events {
                     tree.apply_event(event).expect("the data is in order");
@@ -269,7 +269,7 @@ pub fn load(
             // The tree takes events from its queue only, so they wait there.
             let tree = Direct(ConcurrentRadixTreeCompressed::new());
             let (queue, events) = flume::unbounded();
-            each(data, |step| {
+            recording.steps(|step| {
                 let task = WorkerTask::Event(router_event(step));
                 queue.send(task).expect("the other end is here");
             });
@@ -277,16 +277,20 @@ pub fn load(
             watch.watch(&tree, || tree.0.worker(events, None).expect("ends well"));
             Box::new(tree)
         }
-        (Contender::Strided, Way::Direct) => load_positional(SearchMode::Strided, data, watch),
-        (Contender::Binary, Way::Direct) => load_positional(SearchMode::Binary, data, watch),
+        (Contender::Strided, Way::Direct) => load_positional(SearchMode::Strided, recording, watch),
+        (Contender::Binary, Way::Direct) => load_positional(SearchMode::Binary, recording, watch),
         (Contender::Compressed, Way::Pool) => {
-            load_pool(ConcurrentRadixTreeCompressed::new(), data, watch)
+            load_pool(ConcurrentRadixTreeCompressed::new(), recording, watch)
         }
-        (Contender::Strided, Way::Pool) => load_pool(positional(SearchMode::Strided), data, watch),
-        (Contender::Binary, Way::Pool) => load_pool(positional(SearchMode::Binary), data, watch),
+        (Contender::Strided, Way::Pool) => {
+            load_pool(positional(SearchMode::Strided), recording, watch)
+        }
+        (Contender::Binary, Way::Pool) => {
+            load_pool(positional(SearchMode::Binary), recording, watch)
+        }
         (Contender::Sharded, _) => {
             let shards = sharded();
-            let events = collected(data, |step| router_event(step));
+            let events = collected(recording, |step| router_event(step));
             let runtime = runtime();
             watch.watch(&shards, || {
                 runtime.block_on(async {
@@ -320,9 +324,13 @@ fn runtime() -> Runtime {
     runtime.build().expect("needs no resources")
 }
 
-fn load_positional(mode: SearchMode, data: &[Data], watch: &mut impl Watch) -> Box<dyn Reader> {
+fn load_positional(
+    mode: SearchMode,
+    recording: &Recording,
+    watch: &mut impl Watch,
+) -> Box<dyn Reader> {
     let index = Direct(positional(mode));
-    let events = collected(data, |step| router_event(step));
+    let events = collected(recording, |step| router_event(step));
     let mut of_workers = FxHashMap::default();
     watch.watch(&index, || {
         for event in events {
@@ -333,9 +341,13 @@ fn load_positional(mode: SearchMode, data: &[Data], watch: &mut impl Watch) -> B
     Box::new(index)
 }
 
-fn load_pool<T: SyncIndexer>(backend: T, data: &[Data], watch: &mut impl Watch) -> Box<dyn Reader> {
+fn load_pool<T: SyncIndexer>(
+    backend: T,
+    recording: &Recording,
+    watch: &mut impl Watch,
+) -> Box<dyn Reader> {
     let pool = pool(backend);
-    let events = collected(data, |step| router_event(step));
+    let events = collected(recording, |step| router_event(step));
     watch.watch(&pool, || {
         for event in events {
             pool.enqueue_event(event).expect("its thread runs");
@@ -408,15 +420,9 @@ fn is_full(waiting: &mut u32) -> bool {
     *waiting == 0
 }
 
-fn each(data: &[Data], mut step: impl FnMut(Step<'_>)) {
-    for data in data {
-        data.steps(&mut step);
-    }
-}
-
-fn collected<T>(data: &[Data], mut make: impl FnMut(Step<'_>) -> T) -> Vec<T> {
+fn collected<T>(recording: &Recording, mut make: impl FnMut(Step<'_>) -> T) -> Vec<T> {
     let mut all = Vec::new();
-    each(data, |step| all.push(make(step)));
+    recording.steps(|step| all.push(make(step)));
     all
 }
 
@@ -432,7 +438,7 @@ fn worker_of(id: u64) -> usize {
 }
 
 fn event(step: Step<'_>) -> Event {
-    let engine = |block: &crate::data::Block| EngineHash(block.sequence.0);
+    let engine = |block: &Block| EngineHash(block.sequence.0);
     let change = match step.change {
         Change::Stored { parent, blocks } => {
             let stored = blocks.iter().map(|block| StoredBlock {
@@ -460,7 +466,7 @@ fn event(step: Step<'_>) -> Event {
 }
 
 fn router_event(step: Step<'_>) -> RouterEvent {
-    let engine = |block: &crate::data::Block| ExternalSequenceBlockHash(block.sequence.0);
+    let engine = |block: &Block| ExternalSequenceBlockHash(block.sequence.0);
     let data = match step.change {
         Change::Stored { parent, blocks } => {
             let stored = blocks.iter().map(|block| KvCacheStoredBlockData {

@@ -55,17 +55,65 @@ pub enum Change<'a> {
     Removed(&'a [Block]),
 }
 
-impl Change<'_> {
-    /// Blocks in it.
-    pub fn blocks(&self) -> usize {
-        match self {
-            Self::Stored { blocks, .. } | Self::Removed(blocks) => blocks.len(),
-        }
-    }
-}
-
 /// Where events go.
 pub type Sink<'a> = dyn FnMut(Step<'_>) + 'a;
+
+/// Events kept to be given out several times.
+#[derive(Debug, Default)]
+pub struct Recording {
+    blocks: Vec<Block>,
+    steps: Vec<Recorded>,
+}
+
+#[derive(Debug)]
+struct Recorded {
+    worker: usize,
+    /// `None`: they were removed.
+    stored_behind: Option<Option<SequenceHash>>,
+    blocks: Range<usize>,
+}
+
+impl Recording {
+    /// The events of each of `data`, one after the other.
+    pub fn of(data: &[Data]) -> Self {
+        let mut recording = Self::default();
+        for data in data {
+            data.steps(&mut |step| {
+                let (stored_behind, blocks) = match step.change {
+                    Change::Stored { parent, blocks } => (Some(parent), blocks),
+                    Change::Removed(blocks) => (None, blocks),
+                };
+                let start = recording.blocks.len();
+                recording.blocks.extend_from_slice(blocks);
+                recording.steps.push(Recorded {
+                    worker: step.worker,
+                    stored_behind,
+                    blocks: start..recording.blocks.len(),
+                });
+            });
+        }
+        recording
+    }
+
+    /// All events, in order.
+    pub fn steps(&self, mut sink: impl FnMut(Step<'_>)) {
+        for recorded in &self.steps {
+            let blocks = &self.blocks[recorded.blocks.clone()];
+            sink(Step {
+                worker: recorded.worker,
+                change: match recorded.stored_behind {
+                    Some(parent) => Change::Stored { parent, blocks },
+                    None => Change::Removed(blocks),
+                },
+            });
+        }
+    }
+
+    /// How many events there are, and how many blocks in them.
+    pub fn size(&self) -> (usize, usize) {
+        (self.steps.len(), self.blocks.len())
+    }
+}
 
 /// A kind of fleet and its size.
 #[derive(Clone, Debug)]

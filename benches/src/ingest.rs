@@ -8,11 +8,12 @@ use std::thread;
 use std::time::Instant;
 
 use anyhow::Result;
+use cpu_time::ThreadTime;
 use kvdelta_indexer::BlockHash;
 use serde::Serialize;
 
 use crate::contender::{Contender, Reader, Watch, Way, load};
-use crate::data::Data;
+use crate::data::{Data, Recording};
 use crate::oracle::Oracle;
 use crate::progress::Progress;
 use crate::query::{check, hashes, wrong};
@@ -34,6 +35,8 @@ pub struct Row {
     pub speeds: Vec<Speed>,
     /// Our blocks a second by those of the fastest peer that serves readers, both while one reads.
     pub ratio: Option<Ratio>,
+    /// The same by the writers' processor time, which other programs on the machine disturb less.
+    pub processor_ratio: Option<Ratio>,
     /// Our 99th percentile by that of the best peer.
     pub p99_ratio: Option<Ratio>,
 }
@@ -69,6 +72,8 @@ pub struct Speed {
     #[serde(skip)]
     read_rounds: Vec<f64>,
     #[serde(skip)]
+    processor_rounds: Vec<f64>,
+    #[serde(skip)]
     p50_rounds: Vec<f64>,
     #[serde(skip)]
     p99_rounds: Vec<f64>,
@@ -81,6 +86,8 @@ pub struct Speed {
 pub struct Read {
     /// Blocks a second of the writer.
     pub blocks: Spread,
+    /// Blocks a second of the measured thread's processor time; `None`: another thread writes.
+    pub of_processor: Option<Spread>,
     /// Queries a second of the reader.
     pub queries: Spread,
     /// Median of the reader's latency, in nanoseconds.
@@ -109,12 +116,9 @@ pub fn run(plan: &Plan, progress: &mut Progress) -> Result<Vec<Row>> {
 fn run_data(plan: &Plan, data: &Data, progress: &mut Progress) -> Result<Row> {
     let prompts = data.prompts(64);
     let hashes: Vec<_> = prompts.iter().map(|prompt| hashes(prompt)).collect();
-    let oracle = Oracle::of(&prompts, |sink| data.steps(sink));
-    let (mut events, mut blocks) = (0, 0);
-    data.steps(&mut |step| {
-        events += 1;
-        blocks += step.change.blocks();
-    });
+    let recording = Recording::of(std::slice::from_ref(data));
+    let oracle = Oracle::of(&prompts, |sink| recording.steps(sink));
+    let (events, blocks) = recording.size();
     let all = plan.contenders.iter().flat_map(|contender| {
         let ways = contender.ways().iter();
         ways.map(|way| Speed::new(*contender, *way))
@@ -134,19 +138,23 @@ fn run_data(plan: &Plan, data: &Data, progress: &mut Progress) -> Result<Row> {
                 )
             });
             let mut alone = Watcher::default();
-            load(contender, way, std::slice::from_ref(data), &mut alone);
+            load(contender, way, &recording, &mut alone);
             speed.alone_rounds.push(per_second(blocks, alone.seconds));
             let mut read = Watcher {
                 prompts: contender.serves_readers().then_some(hashes.as_slice()),
                 ..Watcher::default()
             };
-            let index = load(contender, way, std::slice::from_ref(data), &mut read);
+            let index = load(contender, way, &recording, &mut read);
             let wrong = wrong(index.as_ref(), &prompts, &hashes, &oracle.expected);
             speed.wrong += wrong;
             check(contender, wrong, data.name())?;
             if read.prompts.is_some() {
                 let queries = read.latencies.len();
                 speed.read_rounds.push(per_second(blocks, read.seconds));
+                if way == Way::Direct {
+                    let processor = per_second(blocks, read.processor_seconds);
+                    speed.processor_rounds.push(processor);
+                }
                 speed.queries_rounds.push(per_second(queries, read.seconds));
                 speed.p50_rounds.push(percentile(&mut read.latencies, 50));
                 speed.p99_rounds.push(percentile(&mut read.latencies, 99));
@@ -157,6 +165,7 @@ fn run_data(plan: &Plan, data: &Data, progress: &mut Progress) -> Result<Row> {
         speed.alone = Spread::of(&speed.alone_rounds);
         speed.read = speed.contender.serves_readers().then(|| Read {
             blocks: Spread::of(&speed.read_rounds),
+            of_processor: (speed.way == Way::Direct).then(|| Spread::of(&speed.processor_rounds)),
             queries: Spread::of(&speed.queries_rounds),
             p50: Spread::of(&speed.p50_rounds),
             p99: Spread::of(&speed.p99_rounds),
@@ -167,6 +176,7 @@ fn run_data(plan: &Plan, data: &Data, progress: &mut Progress) -> Result<Row> {
         events,
         blocks,
         ratio: ratio(&speeds, |speed| &speed.read_rounds, f64::max, 1.5),
+        processor_ratio: ratio(&speeds, |speed| &speed.processor_rounds, f64::max, 1.5),
         p99_ratio: ratio(&speeds, |speed| &speed.p99_rounds, f64::min, 1.0),
         speeds,
     })
@@ -181,12 +191,13 @@ fn ratio(
     let ours = speeds
         .iter()
         .find(|speed| speed.contender == Contender::Kvdelta)?;
+    // Those that serve no readers have no rounds with one.
     let median = |speed: &Speed| Spread::of(of(speed)).median;
     // An index with wrong answers is no measure.
     let best = speeds
         .iter()
         .filter(|speed| speed.contender != Contender::Kvdelta)
-        .filter(|speed| speed.contender.serves_readers() && speed.wrong == 0)
+        .filter(|speed| !of(speed).is_empty() && speed.wrong == 0)
         .reduce(|best, speed| {
             let (old, new) = (median(best), median(speed));
             if better(old, new) == old { best } else { speed }
@@ -209,6 +220,7 @@ impl Speed {
             wrong: 0,
             alone_rounds: Vec::new(),
             read_rounds: Vec::new(),
+            processor_rounds: Vec::new(),
             p50_rounds: Vec::new(),
             p99_rounds: Vec::new(),
             queries_rounds: Vec::new(),
@@ -226,6 +238,7 @@ fn per_second(count: usize, seconds: f64) -> f64 {
 struct Watcher<'a> {
     prompts: Option<&'a [Vec<BlockHash>]>,
     seconds: f64,
+    processor_seconds: f64,
     latencies: Vec<u32>,
 }
 
@@ -264,8 +277,9 @@ impl Watch for Watcher<'_> {
     }
 
     fn watch_alone(&mut self, write: impl FnOnce()) {
-        let start = Instant::now();
+        let (start, start_of_processor) = (Instant::now(), ThreadTime::now());
         write();
         self.seconds = start.elapsed().as_secs_f64();
+        self.processor_seconds = start_of_processor.elapsed().as_secs_f64();
     }
 }

@@ -11,7 +11,7 @@ use kvdelta_indexer::{BlockHash, PromptOf, block_hashes};
 use serde::Serialize;
 
 use crate::contender::{Contender, Found, Reader, Watch, load, peers_hashes};
-use crate::data::{Data, diverging, size};
+use crate::data::{Data, Recording, diverging, size};
 use crate::oracle::{Oracle, Overlaps};
 use crate::progress::Progress;
 use crate::spread::Spread;
@@ -163,20 +163,20 @@ fn cases(data: &[Data]) -> Vec<Case> {
 fn run_load(plan: &Plan, data: &[Data], progress: &mut Progress) -> Result<Vec<Row>> {
     let names: Vec<_> = data.iter().map(Data::name).collect();
     let names = names.join(" and ");
+    let recording = Recording::of(data);
     let mut loaded = Vec::new();
     for contender in &plan.contenders {
         progress.say(|| format!("query: {contender} is loaded with {names}"));
         let way = contender.ways()[0];
-        loaded.push((*contender, load(*contender, way, data, &mut Unwatched)));
+        loaded.push((
+            *contender,
+            load(*contender, way, &recording, &mut Unwatched),
+        ));
     }
     let mut rows = Vec::new();
     for case in cases(data) {
         progress.say(|| format!("query: answers of {names} are compared"));
-        let oracle = Oracle::of(&case.prompts, |sink| {
-            for data in data {
-                data.steps(sink);
-            }
-        });
+        let oracle = Oracle::of(&case.prompts, |sink| recording.steps(sink));
         rows.push(run_case(plan, &case, &oracle, &loaded, progress)?);
     }
     Ok(rows)
