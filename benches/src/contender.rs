@@ -246,7 +246,7 @@ pub fn load(
     match (contender, way) {
         (Contender::Kvdelta, _) => {
             let index = empty();
-            let events = collected(recording, |step| event(step));
+            let events = collected(recording, event);
             watch.watch(&index, || {
                 for event in events {
                     let applied = index.apply(&event);
@@ -257,7 +257,7 @@ pub fn load(
         }
         (Contender::RadixTree, _) => {
             let mut tree = RadixTree::new();
-            let events = collected(recording, |step| router_event(step));
+            let events = collected(recording, router_event);
             watch.watch_alone(|| {
                 for event in events {
                     tree.apply_event(event).expect("the data is in order");
@@ -290,7 +290,7 @@ pub fn load(
         }
         (Contender::Sharded, _) => {
             let shards = sharded();
-            let events = collected(recording, |step| router_event(step));
+            let events = collected(recording, router_event);
             let runtime = runtime();
             watch.watch(&shards, || {
                 runtime.block_on(async {
@@ -330,7 +330,7 @@ fn load_positional(
     watch: &mut impl Watch,
 ) -> Box<dyn Reader> {
     let index = Direct(positional(mode));
-    let events = collected(recording, |step| router_event(step));
+    let events = collected(recording, router_event);
     let mut of_workers = FxHashMap::default();
     watch.watch(&index, || {
         for event in events {
@@ -347,7 +347,7 @@ fn load_pool<T: SyncIndexer>(
     watch: &mut impl Watch,
 ) -> Box<dyn Reader> {
     let pool = pool(backend);
-    let events = collected(recording, |step| router_event(step));
+    let events = collected(recording, router_event);
     watch.watch(&pool, || {
         for event in events {
             pool.enqueue_event(event).expect("its thread runs");

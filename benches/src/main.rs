@@ -78,13 +78,13 @@ struct Sizes {
 }
 
 const FULL: Sizes = Sizes {
-    rounds: 21,
+    rounds: 27,
     turn: Duration::from_millis(4),
     background: 1_000_000,
     prompts: [(512, 32), (8_192, 8)],
-    ingest: 2_000_000,
-    requests: 1_000,
-    capacity: 192,
+    ingest: 1_000_000,
+    requests: 600,
+    capacity: 128,
     memory: 10_000_000,
 };
 
@@ -124,7 +124,7 @@ fn main() -> Result<()> {
         capacity: sizes.capacity,
     });
     let decode = Data::Decode {
-        entries: sizes.ingest / 2,
+        entries: sizes.ingest / 4,
         sequences: 8,
     };
     if does(Part::Query) {

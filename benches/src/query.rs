@@ -216,8 +216,8 @@ fn run_case(
                 plan.rounds
             )
         });
-        peers_hashing.push(asked(plan.turn, &case.prompts, |p| peers_hashes(p)));
-        our_hashing.push(asked(plan.turn, &case.prompts, |p| self::hashes(p)));
+        peers_hashing.push(asked(plan.turn, &case.prompts, peers_hashes));
+        our_hashing.push(asked(plan.turn, &case.prompts, self::hashes));
         for turn in 0..loaded.len() {
             let (contender, index) = &loaded[(turn + round) % loaded.len()];
             let query = asked(plan.turn, &case.prompts, |p| index.find_tokens(p));
