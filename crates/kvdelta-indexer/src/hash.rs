@@ -177,7 +177,7 @@ const AHEAD_BLOCKS: usize = 256;
 const LANES: usize = 4;
 
 /// Leading hashes that are the same.
-#[inline(always)]
+#[inline(never)]
 fn common(cells: &[AtomicU64], hashes: &[BlockHash]) -> usize {
     let differs = |(cell, hash): (&AtomicU64, &BlockHash)| cell.load(Ordering::Relaxed) ^ hash.0;
     let mut same = 0;

@@ -6,6 +6,8 @@
 
 use std::sync::atomic::{Ordering, fence};
 
+use smallvec::{SmallVec, smallvec};
+
 use super::Overlap;
 use super::node::{NONE, Node, ROOT, Word, low_bits};
 use super::tree::{Index, Tree};
@@ -14,6 +16,8 @@ use crate::ids::{EngineHash, Tier, WorkerRank};
 
 /// Walks for one rank that removals may disturb before the rank counts as holding nothing.
 const WALKS: usize = 4;
+/// Groups of 32 holders for which a walk needs no allocation.
+const GROUPS: usize = 16;
 
 impl Index {
     /// What every rank holds of the prompt, in no order. Ranks that hold nothing are left out.
@@ -215,13 +219,13 @@ impl Tree {
 /// All holders on their way through one prompt.
 struct Walk {
     /// By group: the holders that hold all blocks so far; before the first node, all.
-    active: Vec<u32>,
+    active: SmallVec<[u32; GROUPS]>,
     /// Groups with such holders.
     active_groups: usize,
     /// By group: those that hold all blocks of the node at hand that the prompt has.
-    whole: Vec<u32>,
+    whole: SmallVec<[u32; GROUPS]>,
     /// Holders that fell behind, and how far they came.
-    found: Vec<(u32, End)>,
+    found: SmallVec<[(u32, End); 32]>,
     /// How far those came that did not.
     end: End,
 }
@@ -229,10 +233,10 @@ struct Walk {
 impl Walk {
     fn new(groups: usize) -> Self {
         Self {
-            active: vec![u32::MAX; groups],
+            active: smallvec![u32::MAX; groups],
             active_groups: groups,
-            whole: vec![0; groups],
-            found: Vec::with_capacity(groups * 32),
+            whole: smallvec![0; groups],
+            found: SmallVec::new(),
             end: START,
         }
     }
@@ -325,7 +329,7 @@ impl Walk {
 
 /// Each holder of `group` whose bit is set came to `end`.
 #[inline]
-fn report(found: &mut Vec<(u32, End)>, group: usize, mut holders: u32, end: End) {
+fn report(found: &mut SmallVec<[(u32, End); 32]>, group: usize, mut holders: u32, end: End) {
     let first = u32::try_from(group * 32).unwrap_or(NONE);
     while holders != 0 {
         found.push((first + holders.trailing_zeros(), end));
