@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::node::{NONE, Node, ROOT, Word, low_bits};
-use super::{Held, Sharing};
 use super::tree::{Index, Tree, Writer, span};
+use super::{Held, Sharing};
 use crate::event::{Copies, Stored, StoredBlock};
 use crate::hash::next_sequence_hash;
 use crate::ids::{BlockHash, EngineHash, SequenceHash, Tier, WorkerRank};

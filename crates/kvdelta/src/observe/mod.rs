@@ -2,6 +2,7 @@
 
 //! What live workers hold, from their KV events: [`reading`] is taken, [`snapshot`] is shown.
 
+pub(crate) mod fleet;
 pub(crate) mod prompt;
 pub(crate) mod reading;
 pub(crate) mod snapshot;

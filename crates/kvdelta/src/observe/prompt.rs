@@ -39,7 +39,12 @@ fn json(text: &str) -> Result<Vec<Vec<u32>>> {
     let values = serde_json::Deserializer::from_str(text).into_iter();
     for value in values {
         let number = prompts.len() + 1;
-        let not_ids = || format!("prompt {number} is no array of token ids (0 to {})", u32::MAX);
+        let not_ids = || {
+            format!(
+                "prompt {number} is no array of token ids (0 to {})",
+                u32::MAX
+            )
+        };
         match value.with_context(not_ids)? {
             Value::One(prompt) => prompts.push(prompt),
             Value::Many(many) => prompts.extend(many),
