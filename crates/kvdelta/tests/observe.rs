@@ -3,9 +3,14 @@
 //! `kvdelta observe` on sockets of this test that play engines.
 
 use std::io::{BufRead, BufReader, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::thread;
 use std::time::Duration;
 
+use kvdelta_indexer::{BlockSize, PromptOf, block_hashes};
+use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 use tempfile::NamedTempFile;
 use tokio::runtime::Runtime;
@@ -89,7 +94,7 @@ impl Engine {
 
 /// An endpoint where nobody is.
 fn nobody() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     format!("tcp://{}", listener.local_addr().unwrap())
 }
 
@@ -227,7 +232,7 @@ fn live_events_are_followed_until_the_count_is_reached() {
                 let batch = batch(1.0, &[stored(parent, &[seq + 1])]);
                 let at = usize::try_from(seq).unwrap();
                 publisher.send(message(at, &batch)).await.unwrap();
-                sleep(Duration::from_millis(5)).await;
+                sleep(TICK).await;
             }
         });
         endpoint
@@ -256,6 +261,202 @@ fn live_events_are_followed_until_the_count_is_reached() {
     }
     // The subscription began after the engine, and there is no replay; parents before it are not known.
     assert_eq!(snapshots[2]["ranks"][0]["trust"], "may_have_holes");
+}
+
+/// The envelope of Dynamo's event plane around the store of one block that begins a prompt.
+fn envelope(sequence: u32, worker_id: u64) -> Vec<u8> {
+    #[derive(Serialize)]
+    struct Envelope {
+        publisher_id: u64,
+        sequence: u32,
+        published_at: u64,
+        topic: &'static str,
+        #[serde(serialize_with = "bytes")]
+        payload: Vec<u8>,
+    }
+    fn bytes<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_bytes(bytes)
+    }
+    // As the tokens `sequence` four times over.
+    let tokens = [sequence; SIZE];
+    let size = BlockSize::try_from(4).unwrap();
+    let block = block_hashes(&tokens, size, PromptOf::default())[0];
+    let block = json!({"block_hash": sequence, "tokens_hash": block.0});
+    let event = json!({
+        "event_id": sequence, "dp_rank": 0,
+        "data": {"stored": {"parent_hash": null, "blocks": [block]}},
+    });
+    let events = json!([{"worker_id": worker_id, "event": event}]);
+    let envelope = Envelope {
+        publisher_id: PUBLISHER,
+        sequence,
+        published_at: 0,
+        topic: "kv-events",
+        payload: rmp_serde::to_vec(&events).unwrap(),
+    };
+    rmp_serde::to_vec_named(&envelope).unwrap()
+}
+
+const PUBLISHER: u64 = 42;
+const TICK: Duration = Duration::from_millis(5);
+
+/// A publisher of Dynamo's brokerless event plane; returns its endpoint.
+fn dynamo_publisher(runtime: &Runtime, worker_id: u64) -> String {
+    runtime.block_on(async {
+        let mut socket = PubSocket::new();
+        let endpoint = socket.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
+        tokio::spawn(async move {
+            for sequence in 0_u32.. {
+                let envelope = envelope(sequence, worker_id);
+                let mut body = vec![1];
+                body.extend(u32::try_from(envelope.len()).unwrap().to_be_bytes());
+                body.extend(envelope);
+                let mut message = ZmqMessage::from("kv-events");
+                message.push_back(PUBLISHER.to_be_bytes().to_vec().into());
+                message.push_back(u64::from(sequence).to_be_bytes().to_vec().into());
+                message.push_back(body.into());
+                socket.send(message).await.unwrap();
+                sleep(TICK).await;
+            }
+        });
+        endpoint
+    })
+}
+
+/// A broker that carries the events of one worker to all who subscribe to them; returns its address.
+fn nats_broker(worker_id: u64) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("nats://{}", listener.local_addr().unwrap());
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            // It ends when the client is gone.
+            thread::spawn(move || carry(&stream, worker_id));
+        }
+    });
+    address
+}
+
+fn carry(mut stream: &TcpStream, worker_id: u64) -> std::io::Result<()> {
+    let info = json!({
+        "server_id": "a", "server_name": "a", "version": "2.10.0", "go": "", "host": "127.0.0.1",
+        "port": 4222, "headers": true, "max_payload": 1 << 20, "proto": 1, "client_id": 1,
+    });
+    write!(stream, "INFO {info}\r\n")?;
+    let mut is_subscribed = false;
+    for line in BufReader::new(stream.try_clone()?).lines() {
+        let line = line?;
+        let words: Vec<&str> = line.split(' ').collect();
+        match words[..] {
+            ["PING"] => write!(stream, "PONG\r\n")?,
+            [
+                "SUB",
+                "namespace.dynamo.component.*.endpoint.*.kv-events",
+                id,
+            ] => {
+                assert_eq!(id, "1");
+                is_subscribed = true;
+            }
+            _ => continue,
+        }
+        // The client has sent what it had to when it asks for an answer.
+        if !is_subscribed || words != ["PING"] {
+            continue;
+        }
+        for sequence in 0.. {
+            let envelope = envelope(sequence, worker_id);
+            let subject = "namespace.dynamo.component.backend.endpoint.generate.kv-events";
+            write!(stream, "MSG {subject} 1 {}\r\n", envelope.len())?;
+            stream.write_all(&envelope)?;
+            write!(stream, "\r\n")?;
+            thread::sleep(TICK);
+        }
+    }
+    Ok(())
+}
+
+fn record(folder: &Path, bucket: &str, value: &Value) {
+    let folder = folder.join("v1").join(bucket);
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join("a"), value.to_string()).unwrap();
+}
+
+#[test]
+fn discovery_tells_workers_endpoints_and_block_size() {
+    let runtime = Runtime::new().unwrap();
+    let worker_id = 0xabc;
+    let endpoint = dynamo_publisher(&runtime, worker_id);
+    let folder = tempfile::tempdir().unwrap();
+    let scope = json!({"kind": "endpoint", "endpoint": {
+        "namespace": "dynamo", "component": "backend", "name": "generate",
+    }});
+    record(
+        folder.path(),
+        "mdc",
+        &json!({
+            "type": "Model", "namespace": "dynamo", "component": "backend", "endpoint": "generate",
+            "instance_id": worker_id,
+            "card_json": {"display_name": "m", "kv_cache_block_size": 4},
+        }),
+    );
+    record(
+        folder.path(),
+        "event_sources",
+        &json!({
+            "type": "EventSource", "scope": scope, "topic": "kv-events", "publisher_id": PUBLISHER,
+            "metadata": {"worker": {"worker_id": worker_id, "dp_rank": 0}},
+        }),
+    );
+    record(
+        folder.path(),
+        "event_channels",
+        &json!({
+            "type": "EventChannel", "scope": scope, "topic": "kv-events", "instance_id": PUBLISHER,
+            "transport": {"kind": "Zmq", "config": {"endpoint": endpoint}},
+        }),
+    );
+    let folder = folder.path().to_str().unwrap();
+    let output = observe(&[
+        "--discovery",
+        folder,
+        "--once",
+        "--json",
+        "--wait=60",
+        "--interval=0.1",
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let snapshot = &lines(&output)[0];
+    assert_eq!(snapshot["block_size_tokens"], 4);
+    heard_late(snapshot, "backend/abc");
+}
+
+#[test]
+fn a_broker_is_enough_to_find_workers() {
+    let address = nats_broker(0xdef);
+    let output = observe(&[
+        "--nats",
+        &address,
+        "--namespace=dynamo",
+        "--block-size=4",
+        "--once",
+        "--json",
+        "--wait=60",
+        "--interval=0.1",
+    ]);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    heard_late(&lines(&output)[0], "def");
+}
+
+/// Only what came since is known, and nobody can be asked for what was before.
+fn heard_late(snapshot: &Value, worker: &str) {
+    let ranks = snapshot["ranks"].as_array().unwrap();
+    assert_eq!(ranks.len(), 1, "{snapshot}");
+    assert_eq!(ranks[0]["worker"], worker);
+    assert_eq!(ranks[0]["trust"], "may_have_holes", "{snapshot}");
+    assert_eq!(ranks[0]["reason"], "joined_late", "{snapshot}");
+    assert!(
+        ranks[0]["device_blocks"].as_u64().unwrap() > 0,
+        "{snapshot}"
+    );
 }
 
 #[test]
