@@ -242,6 +242,11 @@ impl Counters {
         self.ranks.lock().get(&of).copied().unwrap_or_default()
     }
 
+    /// Events that were skipped, by reason.
+    pub fn skips(&self) -> BTreeMap<&'static str, u64> {
+        self.skipped.0.lock().clone()
+    }
+
     /// All counts, and the trust in every rank, in Prometheus' text format.
     pub fn render(&self, trust: &TrustBook, now: Millis) -> String {
         let mut text = Text(String::new());

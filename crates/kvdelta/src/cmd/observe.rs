@@ -69,8 +69,8 @@ pub(crate) struct Options {
     )]
     workers: Vec<Worker>,
 
-    /// Hear all workers of Dynamo's event plane by this NATS broker; beside --discovery or --etcd those
-    /// that are found there. NATS_AUTH_USERNAME and _PASSWORD, _TOKEN or _CREDENTIALS_FILE log in.
+    /// Hear all workers of Dynamo's event plane by this NATS broker; with --discovery or --etcd, those that
+    /// are found there. NATS_AUTH_USERNAME and _PASSWORD, _TOKEN or _CREDENTIALS_FILE log in.
     #[arg(long, value_name = "URL", value_parser = address)]
     nats: Option<String>,
 
@@ -201,9 +201,6 @@ fn observe(options: &Options) -> Result<u8> {
             for line in &fleet.left_out {
                 say(&format!("left out: {line}"));
             }
-            if fleet.uses_nats() || options.nats.is_some() {
-                control.follow(Arc::new(nats(options)), Admission::Named);
-            }
             discovery.follow(fleet, &control, &runtime, &mut followed)?;
         }
         _ if options.nats.is_some() => {
@@ -211,14 +208,8 @@ fn observe(options: &Options) -> Result<u8> {
         }
         _ => follow_workers(&options.workers, &control, &mut followed)?,
     }
-    let reader = Reader {
-        index: &index,
-        trust: control.trust(),
-        counters: control.counters(),
-        prompts: &prompts,
-        namespace: namespace(options.lora.as_deref(), options.salt.as_deref()),
-        counted: None,
-    };
+    let namespace = namespace(options.lora.as_deref(), options.salt.as_deref());
+    let reader = Reader::new(&index, &control, &prompts, namespace);
     let mut watch = Watch {
         options,
         discovery,
@@ -227,7 +218,7 @@ fn observe(options: &Options) -> Result<u8> {
         followed,
         stop,
     };
-    watch.run(reader)
+    watch.run(reader, &prompts, block_size)
 }
 
 /// What is followed besides what is heard of.
@@ -293,6 +284,8 @@ struct Discovery {
     wanted: Wanted,
     component: Option<String>,
     block_size: Option<BlockSize>,
+    /// Until it is followed.
+    nats: Option<NatsFeed>,
     followed: Option<Fleet>,
     read: Instant,
     error: Option<String>,
@@ -319,6 +312,7 @@ impl Discovery {
             },
             component: options.component.clone(),
             block_size: options.block_size,
+            nats: Some(nats(options)),
             followed: None,
             read: Instant::now(),
             error: None,
@@ -362,17 +356,19 @@ impl Discovery {
     ) -> Result<()> {
         // The index has the block size that it began with.
         self.block_size = Some(fleet.block_size);
-        let before = self.followed.take();
-        let before = before.map(|fleet| fleet.workers).unwrap_or_default();
-        for (id, worker) in &before {
-            if fleet.workers.get(id) != Some(worker) {
-                runtime.block_on(control.remove(*id));
-            }
+        if fleet.uses_nats()
+            && let Some(nats) = self.nats.take()
+        {
+            control.follow(Arc::new(nats), Admission::Named);
+        }
+        let (gone, new) = fleet.changes(self.followed.as_ref());
+        for id in gone {
+            runtime.block_on(control.remove(id));
         }
         followed.names.clear();
         for (id, worker) in &fleet.workers {
             followed.names.insert(*id, worker.name.clone());
-            if before.get(id) == Some(worker) {
+            if !new.contains(id) {
                 continue;
             }
             let mut by_nats = Vec::new();
@@ -429,7 +425,12 @@ struct Watch<'a> {
 }
 
 impl Watch<'_> {
-    fn run(&mut self, mut reader: Reader<'_>) -> Result<u8> {
+    fn run(
+        &mut self,
+        mut reader: Reader<'_>,
+        prompts: &[Vec<u32>],
+        block_size: BlockSize,
+    ) -> Result<u8> {
         let options = self.options;
         let count = options.count.or(options.once.then_some(1));
         let mut before = None;
@@ -438,7 +439,7 @@ impl Watch<'_> {
             if !self.wait_for_all() {
                 return Ok(self.exit_code());
             }
-            before = Some(reader.read(&self.followed.names, self.lost(), self.control.now()));
+            before = Some(reader.read(&self.followed.names));
             next = Instant::now() + options.interval;
         }
         let mut shown = 0;
@@ -453,13 +454,8 @@ impl Watch<'_> {
             if let Some(discovery) = &mut self.discovery {
                 discovery.refresh(self.control, self.runtime, &mut self.followed);
             }
-            let now = reader.read(&self.followed.names, self.lost(), self.control.now());
-            let snapshot = Snapshot::new(
-                before.as_ref(),
-                &now,
-                reader.prompts,
-                reader.index.block_size(),
-            );
+            let now = reader.read(&self.followed.names);
+            let snapshot = Snapshot::new(before.as_ref(), &now, prompts, block_size);
             before = Some(now);
             if !show(&snapshot, options.json)? {
                 break;
@@ -505,11 +501,6 @@ impl Watch<'_> {
             false => expected.iter().all(is_heard),
         };
         u8::from(!all)
-    }
-
-    fn lost(&self) -> u64 {
-        let queue = self.control.queue();
-        queue.dropped().saturating_add(queue.malformed())
     }
 
     /// `false`: interrupted.

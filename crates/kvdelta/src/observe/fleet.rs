@@ -14,10 +14,12 @@ use crate::doctor::discovery::{self, Entry, Publisher, Wanted};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fleet {
     pub(crate) block_size: BlockSize,
-    pub(crate) workers: BTreeMap<WorkerId, Worker>,
+    pub(crate) workers: Workers,
     /// What is left out, and why.
     pub(crate) left_out: Vec<String>,
 }
+
+type Workers = BTreeMap<WorkerId, Worker>;
 
 /// One worker with its publishers.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,6 +111,16 @@ impl Fleet {
         })
     }
 
+    /// The workers of `before` that are gone or changed, and those here that are new or changed.
+    pub(crate) fn changes(&self, before: Option<&Self>) -> (Vec<WorkerId>, Vec<WorkerId>) {
+        let none = Workers::new();
+        let before = before.map_or(&none, |before| &before.workers);
+        (
+            differing(before, &self.workers),
+            differing(&self.workers, before),
+        )
+    }
+
     /// Whether any events come by NATS.
     pub(crate) fn uses_nats(&self) -> bool {
         let workers = self.workers.values();
@@ -127,6 +139,13 @@ impl Fleet {
             })
         })
     }
+}
+
+/// Those of `these` that are not the same among `those`.
+fn differing(these: &Workers, those: &Workers) -> Vec<WorkerId> {
+    let these = these.iter();
+    let differing = these.filter(|(id, worker)| those.get(id) != Some(worker));
+    differing.map(|(id, _)| *id).collect()
 }
 
 fn channel(publisher: &Publisher) -> Result<Channel, String> {
@@ -222,6 +241,24 @@ mod tests {
                 "backend/b: it publishes no KV events",
             ]
         );
+    }
+
+    #[test]
+    fn a_worker_that_changed_is_gone_and_new() {
+        let fleet = |publishers: &[(u64, &str)]| {
+            let mut entries = Vec::new();
+            for (id, endpoint) in publishers {
+                entries.push(worker(*id, "backend", 32));
+                entries.extend(publisher(*id, *id, 0, zmq(endpoint)));
+            }
+            read(&entries, None, None).unwrap()
+        };
+        let before = fleet(&[(1, "tcp://a:1"), (2, "tcp://a:2"), (3, "tcp://a:3")]);
+        let now = fleet(&[(1, "tcp://a:1"), (2, "tcp://b:2"), (4, "tcp://a:4")]);
+        let ids = |ids: &[u64]| ids.iter().map(|id| WorkerId(*id)).collect::<Vec<_>>();
+        assert_eq!(before.changes(None), (ids(&[]), ids(&[1, 2, 3])));
+        assert_eq!(now.changes(Some(&before)), (ids(&[2, 3]), ids(&[2, 4])));
+        assert_eq!(now.changes(Some(&now)), (ids(&[]), ids(&[])));
     }
 
     #[test]

@@ -5,9 +5,10 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use kvdelta_indexer::feed::Control;
 use kvdelta_indexer::{
-    Counters, Index, Millis, Namespace, Overlap, Prompt, PromptOf, RankCounts, Sharing, Standing,
-    Tier, TrustBook, Usage, WorkerId, WorkerRank,
+    Index, Millis, Namespace, Overlap, Prompt, PromptOf, RankCounts, Sharing, Standing, Tier,
+    Usage, WorkerId, WorkerRank,
 };
 
 /// Share of the time that may go into counting what is held twice.
@@ -24,6 +25,8 @@ pub(crate) struct Reading {
     pub(crate) overlaps: Vec<Vec<Overlap>>,
     /// Messages that were lost between socket and index.
     pub(crate) lost: u64,
+    /// Events that were not of use, by reason.
+    pub(crate) skipped: BTreeMap<&'static str, u64>,
 }
 
 /// One rank of a reading.
@@ -49,18 +52,40 @@ pub(crate) type Names = BTreeMap<WorkerId, String>;
 /// Takes readings.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
-    pub(crate) index: &'a Index,
-    pub(crate) trust: &'a TrustBook,
-    pub(crate) counters: &'a Counters,
-    pub(crate) prompts: &'a [Vec<u32>],
-    pub(crate) namespace: Namespace,
-    pub(crate) counted: Option<(Counted, Duration)>,
+    index: &'a Index,
+    control: &'a Control,
+    prompts: Vec<Prompt<'a>>,
+    counted: Option<(Counted, Duration)>,
 }
 
-impl Reader<'_> {
+impl<'a> Reader<'a> {
+    /// Of what `control` keeps up to date in `index`.
+    pub(crate) fn new(
+        index: &'a Index,
+        control: &'a Control,
+        prompts: &'a [Vec<u32>],
+        namespace: Namespace,
+    ) -> Self {
+        let of = PromptOf {
+            namespace,
+            ..PromptOf::default()
+        };
+        let prompts = prompts.iter();
+        Self {
+            index,
+            control,
+            prompts: prompts
+                .map(|tokens| Prompt::new(tokens, index.block_size(), of))
+                .collect(),
+            counted: None,
+        }
+    }
+
     /// Reads everything off.
-    pub(crate) fn read(&mut self, names: &Names, lost: u64, now: Millis) -> Reading {
-        let standings = self.trust.standings(now).into_iter();
+    pub(crate) fn read(&mut self, names: &Names) -> Reading {
+        let now = self.control.now();
+        let counters = self.control.counters();
+        let standings = self.control.trust().standings(now).into_iter();
         let mut ranks: Vec<Rank> = standings
             .map(|(of, standing)| Rank {
                 worker: names
@@ -69,17 +94,19 @@ impl Reader<'_> {
                     .unwrap_or_else(|| format!("{:x}", of.worker.0)),
                 of,
                 usage: self.index.usage(of).unwrap_or_default(),
-                counts: self.counters.of_rank(of),
+                counts: counters.of_rank(of),
                 standing,
             })
             .collect();
         ranks.sort_by(|a, b| (&a.worker, a.of).cmp(&(&b.worker, b.of)));
+        let queue = self.control.queue();
         Reading {
             at: now,
             ranks,
             device: self.count(now),
-            overlaps: self.overlaps(),
-            lost,
+            overlaps: self.index.overlaps_of_all(&mut self.prompts),
+            lost: queue.dropped().saturating_add(queue.malformed()),
+            skipped: counters.skips(),
         }
     }
 
@@ -97,17 +124,5 @@ impl Reader<'_> {
         };
         self.counted = Some((counted, began.elapsed()));
         counted
-    }
-
-    fn overlaps(&self) -> Vec<Vec<Overlap>> {
-        let of = PromptOf {
-            namespace: self.namespace,
-            ..PromptOf::default()
-        };
-        let prompts = self.prompts.iter();
-        let mut prompts: Vec<Prompt<'_>> = prompts
-            .map(|tokens| Prompt::new(tokens, self.index.block_size(), of))
-            .collect();
-        self.index.overlaps_of_all(&mut prompts)
     }
 }

@@ -2,6 +2,8 @@
 
 //! What is shown at one time. Its fields are those of `--json`.
 
+use std::collections::BTreeMap;
+
 use kvdelta_indexer::{BlockSize, Millis, Overlap, Tier, WorkerRank};
 use serde::Serialize;
 
@@ -24,6 +26,8 @@ pub(crate) struct Snapshot {
     pub(crate) prompts: Vec<PromptLine>,
     /// Messages that were lost between socket and index since the start.
     pub(crate) messages_lost: u64,
+    /// Events that were not of use since the start, by reason.
+    pub(crate) events_skipped: BTreeMap<&'static str, u64>,
 }
 
 /// One rank of a worker.
@@ -118,6 +122,7 @@ impl Snapshot {
                 })
                 .collect(),
             messages_lost: now.lost,
+            events_skipped: now.skipped.clone(),
         }
     }
 }

@@ -75,6 +75,15 @@ fn head(snapshot: &Snapshot) -> String {
     if snapshot.messages_lost > 0 {
         head.push_str(&format!("; {} messages lost", snapshot.messages_lost));
     }
+    let skipped: u64 = snapshot.events_skipped.values().sum();
+    if skipped > 0 {
+        let reasons = snapshot.events_skipped.keys();
+        let reasons: Vec<String> = reasons.map(|reason| reason.replace('_', " ")).collect();
+        head.push_str(&format!(
+            "; {skipped} events skipped ({})",
+            reasons.join(", ")
+        ));
+    }
     head
 }
 

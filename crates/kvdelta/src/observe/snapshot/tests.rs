@@ -77,6 +77,7 @@ pub(crate) fn reading() -> Reading {
             vec![],
         ],
         lost: 0,
+        skipped: BTreeMap::new(),
     }
 }
 
@@ -166,6 +167,7 @@ fn fields_and_their_values_are_stable() {
             ]},
         ],
         "messages_lost": 0,
+        "events_skipped": {},
     });
     let text = serde_json::to_string(&snapshot()).unwrap();
     assert!(!text.contains('\n'));

@@ -30,6 +30,17 @@ decode-1     1        0       0      -     0     0
 }
 
 #[test]
+fn losses_stand_in_the_first_line() {
+    let mut snapshot = snapshot::tests::snapshot();
+    snapshot.messages_lost = 7;
+    snapshot.events_skipped = [("block_size", 3), ("unknown_type", 1)].into();
+    let text = text(&snapshot);
+    let expected = "21:40:17 UTC  3 ranks, blocks of 16 tokens; 1 not complete; 7 messages lost; \
+                    4 events skipped (block size, unknown type)";
+    assert_eq!(text.lines().next(), Some(expected));
+}
+
+#[test]
 fn names_cannot_steer_the_terminal() {
     let mut snapshot = snapshot::tests::snapshot();
     snapshot.ranks[0].worker = "\x1b[2Jx".to_owned();
