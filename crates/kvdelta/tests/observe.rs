@@ -542,9 +542,29 @@ fn a_reader_that_is_gone_ends_it_well() {
     let mut line = String::new();
     while !line.contains("\"complete\"") {
         line.clear();
-        output.read_line(&mut line).unwrap();
+        assert!(output.read_line(&mut line).unwrap() > 0, "it ended");
     }
     drop(output);
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn an_interrupt_ends_it_well() {
+    let runtime = Runtime::new().unwrap();
+    let [first, _] = two_engines(&runtime);
+    let worker = first.option("a");
+    let arguments = ["--worker", &worker, "--block-size=4", "--interval=0.1"];
+    let mut child = command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("complete\n") || line.contains("not") {
+        line.clear();
+        assert!(output.read_line(&mut line).unwrap() > 0, "it ended");
+    }
+    let interrupt = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status();
+    assert!(interrupt.unwrap().success());
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }
 

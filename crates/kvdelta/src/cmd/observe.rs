@@ -16,7 +16,7 @@ use kvdelta_indexer::feed::nats::{Credentials, NatsFeed, Scope};
 use kvdelta_indexer::feed::zmq::{EngineFeed, PublisherFeed, Timing};
 use kvdelta_indexer::feed::{Admission, Control, Follower, Settings};
 use kvdelta_indexer::{
-    BlockSize, DpRank, Index, Reason, TrustBook, WorkerId, WorkerRank, namespace,
+    BlockSize, DpRank, Index, Reason, Standing, WorkerId, WorkerRank, namespace,
 };
 use reqwest::blocking::Client;
 use tokio::runtime::Runtime;
@@ -36,6 +36,8 @@ use crate::render::say;
 const REREAD: Duration = Duration::from_secs(10);
 /// How often it is looked whether all ranks were heard from.
 const LOOK: Duration = Duration::from_millis(20);
+/// How long the follower may take to let the ranks in that are named.
+const ADMISSION: Duration = Duration::from_secs(5);
 /// Of an endpoint's events, all.
 const TOPIC: &str = "";
 /// Dynamo's NATS broker, where nothing else is said.
@@ -434,9 +436,12 @@ impl Watch<'_> {
         let options = self.options;
         let count = options.count.or(options.once.then_some(1));
         let mut before = None;
+        if !self.wait_until(ADMISSION, |watch| watch.admitted_all()) {
+            return Ok(self.exit_code());
+        }
         let mut next = Instant::now();
         if count.is_some() {
-            if !self.wait_for_all() {
+            if !self.wait_until(options.wait, |watch| watch.heard_all()) {
                 return Ok(self.exit_code());
             }
             before = Some(reader.read(&self.followed.names));
@@ -468,10 +473,10 @@ impl Watch<'_> {
         Ok(self.exit_code())
     }
 
-    /// Waits until every rank was heard from, or for as long as the options say; `false`: interrupted.
-    fn wait_for_all(&self) -> bool {
-        let end = Instant::now() + self.options.wait;
-        while Instant::now() < end && !self.heard_all(self.control.trust()) {
+    /// Waits until something is so, or for so long; `false`: interrupted.
+    fn wait_until(&self, wait: Duration, is_so: impl Fn(&Self) -> bool) -> bool {
+        let end = Instant::now() + wait;
+        while Instant::now() < end && !is_so(self) {
             if !self.sleep(LOOK) {
                 return false;
             }
@@ -479,18 +484,25 @@ impl Watch<'_> {
         true
     }
 
+    fn standings(&self) -> Vec<(WorkerRank, Standing)> {
+        self.control.trust().standings(self.control.now())
+    }
+
+    fn admitted_all(&self) -> bool {
+        self.standings().len() >= self.followed.expected.len()
+    }
+
     /// Whether every rank was heard from, and none waits for what it missed.
-    fn heard_all(&self, trust: &TrustBook) -> bool {
-        let standings = trust.standings(self.control.now());
-        !standings.is_empty()
-            && standings.len() >= self.followed.expected.len()
-            && standings.iter().all(|(_, standing)| {
-                standing.last_event.is_some() && standing.reason != Some(Reason::Recovering)
-            })
+    fn heard_all(&self) -> bool {
+        let standings = self.standings();
+        let is_heard = |standing: &Standing| {
+            standing.last_event.is_some() && standing.reason != Some(Reason::Recovering)
+        };
+        !standings.is_empty() && standings.iter().all(|(_, standing)| is_heard(standing))
     }
 
     fn exit_code(&self) -> u8 {
-        let standings = self.control.trust().standings(self.control.now());
+        let standings = self.standings();
         let is_heard = |of: &WorkerRank| {
             let standing = standings.iter().find(|(other, _)| other == of);
             standing.is_some_and(|(_, standing)| standing.last_event.is_some())
