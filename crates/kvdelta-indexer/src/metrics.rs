@@ -362,10 +362,27 @@ fn read(counter: &AtomicU64) -> u64 {
 mod tests {
     use std::time::Duration;
 
-    use super::Counters;
+    use super::{Counters, RankCounts};
     use crate::ids::WorkerRank;
     use crate::time::Millis;
     use crate::trust::TrustBook;
+
+    #[test]
+    fn a_rank_has_counts_of_its_own_until_it_is_forgotten() {
+        let (of, other) = (WorkerRank::new(7, 1), WorkerRank::new(7, 0));
+        let counters = Counters::default();
+        counters.told(of, 3, Some(Millis(500)), Millis(1750));
+        counters.told(of, 2, Some(Millis(1800)), Millis(1750));
+        let told = RankCounts {
+            events: 5,
+            // The engine's clock is ahead.
+            lag: Some(Duration::ZERO),
+        };
+        assert_eq!(counters.of_rank(of), told);
+        assert_eq!(counters.of_rank(other), RankCounts::default());
+        counters.forget(of);
+        assert_eq!(counters.of_rank(of), RankCounts::default());
+    }
 
     #[test]
     fn the_text_is_prometheus_and_names_are_dynamos() {
