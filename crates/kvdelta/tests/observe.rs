@@ -476,6 +476,17 @@ fn a_rank_that_is_never_heard_from_is_exit_code_1() {
 }
 
 #[test]
+fn an_engine_that_says_that_it_holds_nothing_is_heard_from() {
+    let runtime = Runtime::new().unwrap();
+    let worker = Engine::start(&runtime, Vec::new()).option("a");
+    let arguments = ["--block-size=4", "--once", "--wait=60", "--interval=0.1"];
+    let output = observe(&[&["--worker", &worker], &arguments[..]].concat());
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.ends_with("complete\n\n"), "{text}");
+}
+
+#[test]
 fn bad_usage_is_exit_code_2_and_says_why() {
     let mut bad = NamedTempFile::new().unwrap();
     writeln!(bad, "1 2 x").unwrap();

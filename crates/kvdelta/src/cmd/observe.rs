@@ -16,7 +16,7 @@ use kvdelta_indexer::feed::nats::{Credentials, NatsFeed, Scope};
 use kvdelta_indexer::feed::zmq::{EngineFeed, PublisherFeed, Timing};
 use kvdelta_indexer::feed::{Admission, Control, Follower, Settings};
 use kvdelta_indexer::{
-    BlockSize, DpRank, Index, Reason, Standing, WorkerId, WorkerRank, namespace,
+    BlockSize, DpRank, Index, Reason, Standing, Trust, WorkerId, WorkerRank, namespace,
 };
 use reqwest::blocking::Client;
 use tokio::runtime::Runtime;
@@ -56,10 +56,10 @@ const REDRAW: &str = "\x1b[H\x1b[J";
   kvdelta observe --block-size 16 --nats nats://10.0.0.3:4222 --namespace dynamo
   kvdelta observe --prompt-tokens prompts.json --once --json
 
-Exit codes: 0 ended well (also by Ctrl-C, or when the reader of a pipe is gone), 1 there was a rank
-of which no event had come by the end, 2 bad usage, or what was asked for could not be read or
-written. With --once and --count the first snapshot waits until every rank was heard from, --wait
-seconds at most.")]
+Exit codes: 0 ended well (also by Ctrl-C, or when the reader of a pipe is gone), 1 by the end there
+was a rank that was never heard from (no event, and no answer to a replay), 2 bad usage, or what was
+asked for could not be read or written. With --once and --count the first snapshot waits until every
+rank was heard from, --wait seconds at most.")]
 pub(crate) struct Options {
     /// An engine: NAME=tcp://host:port[,replay=tcp://host:port][,ranks=N][,engine=vllm|sglang], the
     /// endpoints of its kv_events_config; may be given several times.
@@ -495,17 +495,16 @@ impl Watch<'_> {
     /// Whether every rank was heard from, and none waits for what it missed.
     fn heard_all(&self) -> bool {
         let standings = self.standings();
-        let is_heard = |standing: &Standing| {
-            standing.last_event.is_some() && standing.reason != Some(Reason::Recovering)
-        };
-        !standings.is_empty() && standings.iter().all(|(_, standing)| is_heard(standing))
+        let is_settled =
+            |standing: &Standing| is_heard(standing) && standing.reason != Some(Reason::Recovering);
+        !standings.is_empty() && standings.iter().all(|(_, standing)| is_settled(standing))
     }
 
     fn exit_code(&self) -> u8 {
         let standings = self.standings();
         let is_heard = |of: &WorkerRank| {
             let standing = standings.iter().find(|(other, _)| other == of);
-            standing.is_some_and(|(_, standing)| standing.last_event.is_some())
+            standing.is_some_and(|(_, standing)| is_heard(standing))
         };
         let expected = &self.followed.expected;
         let all = match expected.is_empty() {
@@ -519,6 +518,11 @@ impl Watch<'_> {
     fn sleep(&self, wait: Duration) -> bool {
         self.stop.recv_timeout(wait) == Err(mpsc::RecvTimeoutError::Timeout)
     }
+}
+
+/// Whether events of the rank came in, or its word that there are none.
+fn is_heard(standing: &Standing) -> bool {
+    standing.last_event.is_some() || standing.trust == Trust::Complete
 }
 
 /// Writes a snapshot; `false`: the reader is gone.
