@@ -40,9 +40,9 @@ pub(crate) struct RankLine {
     pub(crate) disk_blocks: u64,
     pub(crate) events: u64,
     pub(crate) events_per_second: Option<f64>,
-    /// `None`: there was none.
+    /// Since the engine made it, where that is known, else since it came in; `None`: there was none.
     pub(crate) last_event_age_seconds: Option<f64>,
-    /// How old the last batch was when it came, by its own time; `None`: it says none.
+    /// How old the last batch was when it came in; `None`: it does not say.
     pub(crate) lag_seconds: Option<f64>,
     /// Of the last applied batch.
     pub(crate) sequence: Option<u64>,
@@ -136,6 +136,8 @@ impl RankLine {
             same.map_or(0, |same| same.counts.events)
         });
         let told = told_before.map(|before| rank.counts.events.saturating_sub(before));
+        let lag_seconds = rank.counts.lag.map(|lag| lag.as_secs_f64());
+        let since_event = rank.standing.last_event.map(|at| seconds(at, now));
         Self {
             worker: rank.worker.clone(),
             dp_rank: rank.of.rank.0,
@@ -146,8 +148,8 @@ impl RankLine {
             events_per_second: told
                 .zip(since)
                 .and_then(|(told, since)| quotient(told, since)),
-            last_event_age_seconds: rank.standing.last_event.map(|at| seconds(at, now)),
-            lag_seconds: rank.counts.lag.map(|lag| lag.as_secs_f64()),
+            last_event_age_seconds: since_event.map(|age| age + lag_seconds.unwrap_or(0.0)),
+            lag_seconds,
             sequence: rank.standing.last_seq,
             trust: rank.standing.trust.as_label(),
             reason: rank.standing.reason.map(|reason| reason.as_label()),

@@ -107,13 +107,13 @@ fn fields_and_their_values_are_stable() {
             {
                 "worker": "decode-0", "dp_rank": 0,
                 "device_blocks": 1024, "host_blocks": 0, "disk_blocks": 0,
-                "events": 130, "events_per_second": 15.0, "last_event_age_seconds": 1.0,
+                "events": 130, "events_per_second": 15.0, "last_event_age_seconds": 1.012,
                 "lag_seconds": 0.012, "sequence": 41, "trust": "complete", "reason": null,
             },
             {
                 "worker": "decode-1", "dp_rank": 0,
                 "device_blocks": 512, "host_blocks": 64, "disk_blocks": 8,
-                "events": 100, "events_per_second": 0.0, "last_event_age_seconds": 1.0,
+                "events": 100, "events_per_second": 0.0, "last_event_age_seconds": 1.012,
                 "lag_seconds": 0.012, "sequence": 41, "trust": "complete", "reason": null,
             },
             {
