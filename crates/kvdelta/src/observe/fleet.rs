@@ -167,7 +167,11 @@ fn channel(publisher: &Publisher) -> Result<Channel, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+    use std::time::SystemTime;
+
     use super::*;
+    use crate::doctor::files;
     use serde_json::{Value, json};
 
     fn entry(value: Value) -> Entry {
@@ -240,6 +244,32 @@ mod tests {
                 "backend/b/0: a transport that is not spoken here: ZmqBroker",
                 "backend/b: it publishes no KV events",
             ]
+        );
+    }
+
+    #[test]
+    fn a_recorded_deployment_is_followed_whole() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let folder = folder.join("tests/fixtures/doctor/unpatched/discovery");
+        // Before the files were written, so that none is too old.
+        let entries = files::read(&folder, SystemTime::UNIX_EPOCH).unwrap();
+        let all = read(&entries, None, None).unwrap();
+        assert_eq!(u32::from(all.block_size), 32);
+        assert_eq!(all.ranks().count(), 3);
+        assert!(all.left_out.is_empty(), "{:?}", all.left_out);
+        let decode = read(&entries, Some("backend"), None).unwrap();
+        let names: Vec<_> = decode.workers.values().map(|worker| &worker.name).collect();
+        assert_eq!(
+            names,
+            ["backend/3ba2b21a7a5d689b", "backend/412ac5f7ff96b642"]
+        );
+        let channel = Channel::Zmq {
+            publisher: 0x14_f8dc_c7fc_4674,
+            endpoint: "tcp://192.0.2.2:38243".to_owned(),
+        };
+        assert_eq!(
+            decode.workers[&WorkerId(0x3ba2_b21a_7a5d_689b)].ranks[&DpRank(0)],
+            channel
         );
     }
 
