@@ -1,9 +1,7 @@
-//! What every worker's cache holds, as its KV events tell it.
-//!
-//! Bytes of an event become changes of an index by way of `feed` (frames), `wire` (events), `stream`
-//! (order, gaps, restarts), `trust` (how far to believe it) and `index`. All but the feeds is plain data
-//! without sockets or clocks.
+#![doc = include_str!("../README.md")]
 
+#[cfg(feature = "dynamo")]
+pub mod dynamo;
 mod error;
 mod event;
 #[cfg(feature = "feed")]
