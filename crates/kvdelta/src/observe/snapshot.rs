@@ -136,8 +136,11 @@ impl RankLine {
             same.map_or(0, |same| same.counts.events)
         });
         let told = told_before.map(|before| rank.counts.events.saturating_sub(before));
-        let lag_seconds = rank.counts.lag.map(|lag| lag.as_secs_f64());
-        let since_event = rank.standing.last_event.map(|at| seconds(at, now));
+        let lag = rank.counts.lag;
+        let age = rank.standing.last_event.map(|at| {
+            let since = now.since(at);
+            since.saturating_add(lag.unwrap_or_default())
+        });
         Self {
             worker: rank.worker.clone(),
             dp_rank: rank.of.rank.0,
@@ -148,8 +151,8 @@ impl RankLine {
             events_per_second: told
                 .zip(since)
                 .and_then(|(told, since)| quotient(told, since)),
-            last_event_age_seconds: since_event.map(|age| age + lag_seconds.unwrap_or(0.0)),
-            lag_seconds,
+            last_event_age_seconds: age.map(|age| age.as_secs_f64()),
+            lag_seconds: lag.map(|lag| lag.as_secs_f64()),
             sequence: rank.standing.last_seq,
             trust: rank.standing.trust.as_label(),
             reason: rank.standing.reason.map(|reason| reason.as_label()),
