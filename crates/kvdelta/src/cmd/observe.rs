@@ -61,11 +61,11 @@ was a rank that was never heard from (no event, and no answer to a replay), 2 ba
 asked for could not be read or written. With --once and --count the first snapshot waits until every
 rank was heard from, --wait seconds at most.")]
 pub(crate) struct Options {
-    /// An engine: NAME=tcp://host:port[,replay=tcp://host:port][,ranks=N][,engine=vllm|sglang], the
-    /// endpoints of its kv_events_config; may be given several times.
     #[arg(
         long = "worker",
         value_name = "NAME=ENDPOINT",
+        help = "An engine: NAME=tcp://host:port[,replay=tcp://host:port][,ranks=N][,engine=vllm|sglang], \
+                the endpoints of its kv_events_config; may be given several times",
         requires = "block_size",
         conflicts_with_all = ["nats", "file_kv", "etcd", "namespace", "component", "model"]
     )]
