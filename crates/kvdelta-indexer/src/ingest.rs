@@ -284,6 +284,7 @@ impl<D: Decode> Ingest<D> {
         self.room.ranks.remove(&of);
         self.room.decode.forget(of);
         self.room.trust.remove(of);
+        self.room.counters.forget(of);
         self.room.index.remove_rank(of);
         // Ranks that only this stream told of go back to their own, of which nothing is known.
         for (rank, state) in &mut self.room.ranks {
@@ -479,6 +480,8 @@ impl<D: Decode> Room<D> {
         if cleared {
             self.after_clear(source);
         }
+        self.counters
+            .told(batch.of, batch.events.len(), batch.made, now);
         out.transitions.extend(self.trust.heard(batch.of, seq, now));
         changed
     }
