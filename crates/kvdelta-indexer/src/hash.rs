@@ -72,6 +72,8 @@ pub struct Prompt<'a> {
     of: PromptOf<'a>,
     blocks: usize,
     hashes: Vec<BlockHash>,
+    /// The last sequence hash that was asked for, and of how many blocks.
+    sequence: (usize, Option<SequenceHash>),
 }
 
 impl<'a> Prompt<'a> {
@@ -84,6 +86,7 @@ impl<'a> Prompt<'a> {
             of,
             blocks: whole,
             hashes: Vec::new(),
+            sequence: (0, None),
         }
     }
 
@@ -95,6 +98,7 @@ impl<'a> Prompt<'a> {
             of: PromptOf::default(),
             blocks: hashes.len(),
             hashes,
+            sequence: (0, None),
         }
     }
 
@@ -116,6 +120,26 @@ impl<'a> Prompt<'a> {
             self.hash_to(end);
         }
         self.hashes.get(..end).unwrap_or_default()
+    }
+
+    /// The sequence hash of its first `blocks` blocks; `None`: 0, or more than it has.
+    ///
+    /// Chaining costs more than hashing a block and no query needs it, so it is done only here.
+    pub fn sequence_hash(&mut self, blocks: usize) -> Option<SequenceHash> {
+        if blocks > self.blocks {
+            return None;
+        }
+        let (known, parent) = if self.sequence.0 <= blocks {
+            self.sequence
+        } else {
+            (0, None)
+        };
+        let rest = self.hashed_to(blocks).get(known..).unwrap_or_default();
+        let chain = rest.iter().fold(parent, |parent, block| {
+            Some(next_sequence_hash(parent, *block))
+        });
+        self.sequence = (blocks, chain);
+        chain
     }
 
     /// How many blocks from `position` on have the hashes `cells`. Hashes no further than these reach, or, for
@@ -250,6 +274,11 @@ mod tests {
             for (block, theirs) in theirs.iter().zip(compute_seq_hash_for_block(&theirs)) {
                 sequence = Some(next_sequence_hash(sequence, BlockHash(block.0)));
                 prop_assert_eq!(sequence, Some(SequenceHash(theirs)));
+            }
+            let chained = compute_seq_hash_for_block(&theirs);
+            for blocks in [all, all / 2, all / 2 + 1, 0, all + 1] {
+                let right = blocks.checked_sub(1).and_then(|last| chained.get(last));
+                prop_assert_eq!(prompt.sequence_hash(blocks), right.copied().map(SequenceHash));
             }
         }
     }

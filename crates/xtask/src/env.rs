@@ -119,10 +119,22 @@ pub(crate) fn nats_server(cache: &Cache) -> Result<PathBuf> {
     if command::output(installed).is_ok() {
         return Ok(PathBuf::from("nats-server"));
     }
-    let mut show = Command::new("apt-cache");
-    show.args(["show", "--no-all-versions", "nats-server"]);
-    let record = command::output(show).context(
-        "no nats-server in PATH and no Debian package of it: install NATS, or run apt-get update",
+    let show = || {
+        let mut show = Command::new("apt-cache");
+        show.args(["show", "--no-all-versions", "nats-server"]);
+        command::output(show)
+    };
+    // A new machine has no list of packages yet.
+    let record = show().or_else(|_| {
+        let mut update = Command::new("apt-get");
+        update.args(["update", "--quiet"]);
+        let log = cache.folder("logs")?.join("apt-get-update.log");
+        command::logged("nats-server: list of packages", update, &log)?;
+        show()
+    });
+    let record = record.context(
+        "no nats-server in PATH and no Debian package of it: install NATS, or run apt-get update \
+         as root",
     )?;
     let field = |name: &str| {
         let mut lines = record.lines();
