@@ -1,6 +1,8 @@
 //! Tokens to block and sequence hashes, bit for bit those of `dynamo-kv-router` 1.6.1
 //! (`src/protocols.rs`, `compute_block_hash_for_seq`; `dynamo-kv-hashing`, `compute_salt_hash`).
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::ids::{BlockHash, BlockSize, Namespace, SequenceHash};
@@ -116,16 +118,33 @@ impl<'a> Prompt<'a> {
         self.hashes.get(..end).unwrap_or_default()
     }
 
+    /// How many blocks from `position` on have the hashes `cells`. Hashes no further than these reach, or, for
+    /// fewer and longer runs, an eighth further than the prompt is known to match.
+    #[inline(always)]
+    pub(crate) fn common(&mut self, position: usize, cells: &[AtomicU64]) -> usize {
+        let ahead = cells.len().max((position / 8).min(AHEAD_BLOCKS));
+        let hashes = self.hashed_to(position + ahead);
+        common(cells, hashes.get(position..).unwrap_or_default())
+    }
+
+    #[inline(never)]
     fn hash_to(&mut self, end: usize) {
         let (size, from) = (self.size.tokens(), self.hashes.len());
         let seed = self.of.namespace.0;
+        if from > 0 {
+            // With most prompts the first block stays the only one.
+            self.hashes.reserve_exact(self.blocks - from);
+        }
         let plain = cfg!(target_endian = "little") && !self.of.eagle && self.of.media.is_empty();
         if plain && let Some(tokens) = self.tokens.get(from * size..end * size) {
-            // The hash is of little-endian bytes, which is how the tokens lie in memory.
-            let hash = |bytes: &[u8]| BlockHash(xxh3_64_with_seed(bytes, seed));
-            let blocks = tokens.chunks_exact(size);
-            self.hashes
-                .extend(blocks.map(|block| hash(bytemuck::cast_slice(block))));
+            // Into cells that are there already and by a length that the compiler does not know: a quarter
+            // faster than the shorter ways to write it (`bench index`, hashing).
+            self.hashes.resize(end, BlockHash(0));
+            let hashes = self.hashes.get_mut(from..).unwrap_or_default();
+            for (hash, block) in hashes.iter_mut().zip(tokens.chunks_exact(size)) {
+                // The hash is of little-endian bytes, which is how the tokens lie in memory.
+                *hash = BlockHash(xxh3_64_with_seed(bytemuck::cast_slice(block), seed));
+            }
             return;
         }
         let mut bytes = Vec::new();
@@ -149,6 +168,30 @@ impl<'a> Prompt<'a> {
             self.hashes.push(BlockHash(xxh3_64_with_seed(&bytes, seed)));
         }
     }
+}
+
+/// How far a prompt is hashed ahead of its match at most.
+const AHEAD_BLOCKS: usize = 256;
+
+/// Hashes that are compared at once.
+const LANES: usize = 4;
+
+/// Leading hashes that are the same.
+#[inline(never)]
+fn common(cells: &[AtomicU64], hashes: &[BlockHash]) -> usize {
+    let differs = |(cell, hash): (&AtomicU64, &BlockHash)| cell.load(Ordering::Relaxed) ^ hash.0;
+    let mut same = 0;
+    let lanes = cells.as_chunks::<LANES>().0.iter();
+    for (cells, hashes) in lanes.zip(hashes.as_chunks::<LANES>().0) {
+        // Without a branch for each hash.
+        let pairs = cells.iter().zip(hashes);
+        if pairs.map(differs).fold(0, |any, one| any | one) != 0 {
+            break;
+        }
+        same += LANES;
+    }
+    let rest = cells.iter().zip(hashes).skip(same);
+    same + rest.take_while(|pair| differs(*pair) == 0).count()
 }
 
 #[cfg(test)]

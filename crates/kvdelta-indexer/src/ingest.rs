@@ -164,8 +164,8 @@ impl<D: Decode> Ingest<D> {
             Some(false) => self.room.back_up(source),
             None => source.up = Some(true),
         }
-        if self.room.live(stream, source, frame, now, &mut out) {
-            self.room.ask(stream, source, now, &mut out);
+        if self.room.live(source, frame, now, &mut out) {
+            self.room.ask(source, now, &mut out);
             self.room.publish(source, now, &mut out);
         }
         out
@@ -201,12 +201,12 @@ impl<D: Decode> Ingest<D> {
                 .windows(2)
                 .all(|pair| pair[0].seq.checked_add(1) == Some(pair[1].seq));
             if !in_order {
-                room.fail(stream, source, now, out);
+                room.fail(source, now, out);
                 return;
             }
             match sent.need {
-                Need::Probe | Need::Rest => room.rest(stream, source, &sent, frames, now, out),
-                Need::Full => room.replace(stream, source, &sent, frames, now, out),
+                Need::Probe | Need::Rest => room.rest(source, &sent, frames, now, out),
+                Need::Full => room.replace(source, &sent, frames, now, out),
             }
         })
     }
@@ -225,15 +225,15 @@ impl<D: Decode> Ingest<D> {
                 return;
             };
             room.alive(source, now, out);
-            room.wipe(stream, source);
+            room.wipe(source);
             room.set_loss(source, None);
             for payload in &payloads {
-                room.apply(stream, source, last_seq, payload, Told::All, now, out);
+                room.apply(source, last_seq, payload, Told::All, now, out);
             }
             source.cursor.jump(last_seq, now);
             room.counters.recovered(Recovered::Replaced);
             room.settle(&sent, now, out);
-            room.finish(stream, source, now, out);
+            room.finish(source, now, out);
         })
     }
 
@@ -241,7 +241,7 @@ impl<D: Decode> Ingest<D> {
     pub fn recovery_failed(&mut self, stream: WorkerRank, ticket: Ticket, now: Millis) -> Outcome {
         self.with(stream, now, |room, source, out| {
             if room.answered(source, ticket).is_some() {
-                room.fail(stream, source, now, out);
+                room.fail(source, now, out);
             }
         })
     }
@@ -249,13 +249,13 @@ impl<D: Decode> Ingest<D> {
     /// Retries, time-outs, probes, silence, stale reports. To be called every few hundred milliseconds.
     pub fn tick(&mut self, now: Millis) -> Outcome {
         let mut out = Outcome::default();
-        for (stream, source) in &mut self.streams {
+        for source in self.streams.values_mut() {
             let room = &mut self.room;
             let limits = room.limits;
             if let Some(sent) = &source.sent
                 && now.since(sent.at) >= limits.answer_within
             {
-                room.fail(*stream, source, now, &mut out);
+                room.fail(source, now, &mut out);
             }
             if let Some(after) = limits.probe_after
                 && source.link.replays
@@ -267,7 +267,7 @@ impl<D: Decode> Ingest<D> {
                 source.want = Some(Need::Probe);
             }
             room.compare_stale(source, now, &mut out);
-            room.ask(*stream, source, now, &mut out);
+            room.ask(source, now, &mut out);
             room.publish(source, now, &mut out);
         }
         out.transitions.extend(self.room.trust.tick(now));
@@ -284,6 +284,7 @@ impl<D: Decode> Ingest<D> {
         self.room.ranks.remove(&of);
         self.room.decode.forget(of);
         self.room.trust.remove(of);
+        self.room.counters.forget(of);
         self.room.index.remove_rank(of);
         // Ranks that only this stream told of go back to their own, of which nothing is known.
         for (rank, state) in &mut self.room.ranks {
@@ -303,7 +304,7 @@ impl<D: Decode> Ingest<D> {
         let mut out = Outcome::default();
         if let Some(source) = self.streams.get_mut(&stream) {
             act(&mut self.room, source, &mut out);
-            self.room.ask(stream, source, now, &mut out);
+            self.room.ask(source, now, &mut out);
             self.room.publish(source, now, &mut out);
         }
         out
@@ -335,7 +336,6 @@ impl<D: Decode> Room<D> {
     /// A live frame. `true`: what to ask for, or a rank's flaw, may have changed.
     fn live(
         &mut self,
-        stream: WorkerRank,
         source: &mut Source<D::Payload>,
         frame: Frame<D::Payload>,
         now: Millis,
@@ -365,9 +365,9 @@ impl<D: Decode> Room<D> {
         }
         if is_fresh && frame.seq == 0 && source.link.order == Order::Fifo {
             // The first frame of an engine, whose cache was empty before it.
-            self.new_life(stream, source, None);
+            self.new_life(source, None);
         } else if seen == Observed::Restarted {
-            self.new_life(stream, source, Some(Reason::RestartedUnseen));
+            self.new_life(source, Some(Reason::RestartedUnseen));
             if source.recovers() {
                 source.want = Some(Need::Full);
                 self.hold(source, frame);
@@ -389,24 +389,14 @@ impl<D: Decode> Room<D> {
         } else {
             changed = false;
         }
-        changed |= self.apply(
-            stream,
-            source,
-            frame.seq,
-            &frame.payload,
-            Told::New,
-            now,
-            out,
-        );
+        changed |= self.apply(source, frame.seq, &frame.payload, Told::New, now, out);
         source.cursor.advance(frame.seq, content, now);
         changed
     }
 
     /// Applies what a frame tells. `true`: a rank's flaw changed.
-    #[allow(clippy::too_many_arguments)]
     fn apply(
         &mut self,
-        stream: WorkerRank,
         source: &mut Source<D::Payload>,
         seq: u64,
         payload: &D::Payload,
@@ -414,9 +404,9 @@ impl<D: Decode> Room<D> {
         now: Millis,
         out: &mut Outcome,
     ) -> bool {
-        let batch = self.decode.decode(stream, payload, &self.index);
+        let batch = self.decode.decode(source.of, payload, &self.index);
         self.counters.lag(batch.made, now);
-        if batch.of.worker != stream.worker {
+        if batch.of.worker != source.of.worker {
             self.lose(source, Reason::Malformed);
             return true;
         }
@@ -424,14 +414,14 @@ impl<D: Decode> Room<D> {
             self.counters.refused(Refused::NotAdmitted, batch.of);
             return false;
         };
-        if rank.stream == stream {
+        if rank.stream == source.of {
             rank.heard = true;
         } else if rank.heard || rank.fed_twice {
             rank.fed_twice = true;
             out.transitions
                 .extend(self.trust.lower(batch.of, Reason::FedTwice, now));
         } else {
-            rank.stream = stream;
+            rank.stream = source.of;
             rank.heard = true;
             rank.flaw = source.loss;
             source.feeds.push(batch.of);
@@ -467,16 +457,16 @@ impl<D: Decode> Room<D> {
                 }
                 // Claims are about device memory: what is refused of the other tiers cannot make one wrong.
                 (Change::Stored(stored), Some(why))
-                    if stored.tier == Tier::Device && told == Told::New =>
+                    if stored.tier == Tier::Device
+                        && told == Told::New
+                        // Else something is missing anyway: that is the reason, and is being seen to.
+                        && rank.flaw.is_none() =>
                 {
-                    // Where something is missing anyway, that is the reason, and is being seen to.
-                    if rank.flaw.is_none() {
-                        rank.flaw = Some(match why {
-                            Refused::UnknownParent => Reason::UnknownParent,
-                            _ => Reason::RefusedEvent,
-                        });
-                        source.doubted = true;
-                    }
+                    rank.flaw = Some(match why {
+                        Refused::UnknownParent => Reason::UnknownParent,
+                        _ => Reason::RefusedEvent,
+                    });
+                    source.doubted = true;
                 }
                 _ => {}
             }
@@ -490,6 +480,8 @@ impl<D: Decode> Room<D> {
         if cleared {
             self.after_clear(source);
         }
+        self.counters
+            .told(batch.of, batch.events.len(), batch.made, now);
         out.transitions.extend(self.trust.heard(batch.of, seq, now));
         changed
     }
@@ -510,7 +502,6 @@ impl<D: Decode> Room<D> {
     /// The answer from the last applied frame on.
     fn rest(
         &mut self,
-        stream: WorkerRank,
         source: &mut Source<D::Payload>,
         sent: &Sent,
         frames: Vec<Frame<D::Payload>>,
@@ -519,16 +510,16 @@ impl<D: Decode> Room<D> {
     ) {
         match self.joint(source, &frames) {
             Some(at) => {
-                self.add(stream, source, &frames[at + 1..], Told::New, now, out);
+                self.add(source, &frames[at + 1..], Told::New, now, out);
                 self.counters.recovered(Recovered::Added);
-                self.finish(stream, source, now, out);
+                self.finish(source, now, out);
             }
             None => {
                 let last = source.cursor.last();
                 let begins_later = frames.first().is_some_and(|first| Some(first.seq) > last);
                 if begins_later && !source.link.dumps {
                     // It has no older ones: asking for all would bring the same.
-                    self.replace(stream, source, sent, frames, now, out);
+                    self.replace(source, sent, frames, now, out);
                 } else {
                     self.counters.recovered(Recovered::OtherLife);
                     source.want = Some(Need::Full);
@@ -540,7 +531,6 @@ impl<D: Decode> Room<D> {
     /// The answer with all frames that there still are.
     fn replace(
         &mut self,
-        stream: WorkerRank,
         source: &mut Source<D::Payload>,
         sent: &Sent,
         frames: Vec<Frame<D::Payload>>,
@@ -551,13 +541,13 @@ impl<D: Decode> Room<D> {
         let joint = self.joint(source, &frames);
         if let (false, Some(at), None) = (from_start, joint, source.loss) {
             // Nothing was missed and the start is gone: what is known is the best there is.
-            self.add(stream, source, &frames[at + 1..], Told::New, now, out);
+            self.add(source, &frames[at + 1..], Told::New, now, out);
             source.too_old = true;
             self.counters.recovered(Recovered::TooShort);
         } else {
             let loss = (!from_start).then_some(Reason::ReplayTooShort);
-            self.new_life(stream, source, loss);
-            self.add(stream, source, &frames, Told::All, now, out);
+            self.new_life(source, loss);
+            self.add(source, &frames, Told::All, now, out);
             source.too_old = !from_start;
             self.counters.recovered(if from_start {
                 Recovered::Replaced
@@ -568,7 +558,7 @@ impl<D: Decode> Room<D> {
                 self.settle(sent, now, out);
             }
         }
-        self.finish(stream, source, now, out);
+        self.finish(source, now, out);
     }
 
     /// Where in `frames` the last applied one is, if it is the same.
@@ -581,7 +571,6 @@ impl<D: Decode> Room<D> {
 
     fn add(
         &mut self,
-        stream: WorkerRank,
         source: &mut Source<D::Payload>,
         frames: &[Frame<D::Payload>],
         told: Told,
@@ -590,19 +579,13 @@ impl<D: Decode> Room<D> {
     ) {
         for frame in frames {
             let content = self.decode.digest(&frame.payload);
-            self.apply(stream, source, frame.seq, &frame.payload, told, now, out);
+            self.apply(source, frame.seq, &frame.payload, told, now, out);
             source.cursor.replayed(frame.seq, content, now);
         }
     }
 
     /// The answer was applied: the frames that waited for it follow.
-    fn finish(
-        &mut self,
-        stream: WorkerRank,
-        source: &mut Source<D::Payload>,
-        now: Millis,
-        out: &mut Outcome,
-    ) {
+    fn finish(&mut self, source: &mut Source<D::Payload>, now: Millis, out: &mut Outcome) {
         source.want = None;
         source.failures = 0;
         let Some(mut held) = source.held.take() else {
@@ -618,7 +601,7 @@ impl<D: Decode> Room<D> {
                 of_other_life += 1;
             }
         }
-        self.release(stream, source, held.frames.into(), now, out);
+        self.release(source, held.frames.into(), now, out);
         if of_other_life > 0 {
             // The engine has not come that far, so it started again. Ask once more before believing it.
             self.counters.dropped(Dropped::OtherLife, of_other_life);
@@ -627,13 +610,7 @@ impl<D: Decode> Room<D> {
         }
     }
 
-    fn fail(
-        &mut self,
-        stream: WorkerRank,
-        source: &mut Source<D::Payload>,
-        now: Millis,
-        out: &mut Outcome,
-    ) {
+    fn fail(&mut self, source: &mut Source<D::Payload>, now: Millis, out: &mut Outcome) {
         self.counters.recovered(Recovered::Failed);
         if source.failed() {
             return;
@@ -642,12 +619,11 @@ impl<D: Decode> Room<D> {
             self.lose(source, Reason::RecoveryFailed);
         }
         let held = source.held.take().unwrap_or_default();
-        self.release(stream, source, held.frames.into(), now, out);
+        self.release(source, held.frames.into(), now, out);
     }
 
     fn release(
         &mut self,
-        stream: WorkerRank,
         source: &mut Source<D::Payload>,
         mut frames: Vec<Frame<D::Payload>>,
         now: Millis,
@@ -657,17 +633,11 @@ impl<D: Decode> Room<D> {
             frames.sort_by_key(|frame| frame.seq);
         }
         for frame in frames {
-            self.live(stream, source, frame, now, out);
+            self.live(source, frame, now, out);
         }
     }
 
-    fn ask(
-        &mut self,
-        stream: WorkerRank,
-        source: &mut Source<D::Payload>,
-        now: Millis,
-        out: &mut Outcome,
-    ) {
+    fn ask(&mut self, source: &mut Source<D::Payload>, now: Millis, out: &mut Outcome) {
         let Some(need) = source.due(now, &self.limits) else {
             return;
         };
@@ -688,12 +658,15 @@ impl<D: Decode> Room<D> {
         let by_number = source.link.replays && (from_seq.is_some() || !source.link.dumps);
         out.actions.push(if by_number {
             Action::Replay {
-                of: stream,
+                of: source.of,
                 from_seq: from_seq.unwrap_or(0),
                 ticket,
             }
         } else {
-            Action::Dump { of: stream, ticket }
+            Action::Dump {
+                of: source.of,
+                ticket,
+            }
         });
         source.ask(sent);
     }
@@ -707,20 +680,15 @@ impl<D: Decode> Room<D> {
     }
 
     /// The engine is another one, or is to be learnt from anew.
-    fn new_life(
-        &mut self,
-        stream: WorkerRank,
-        source: &mut Source<D::Payload>,
-        loss: Option<Reason>,
-    ) {
-        self.wipe(stream, source);
+    fn new_life(&mut self, source: &mut Source<D::Payload>, loss: Option<Reason>) {
+        self.wipe(source);
         self.set_loss(source, loss);
         source.want = None;
         source.failures = 0;
         source.too_old = false;
     }
 
-    fn wipe(&mut self, stream: WorkerRank, source: &mut Source<D::Payload>) {
+    fn wipe(&mut self, source: &mut Source<D::Payload>) {
         for of in &source.feeds {
             if self.owns(source, *of) {
                 self.index.apply(&Event {
@@ -729,7 +697,7 @@ impl<D: Decode> Room<D> {
                 });
             }
         }
-        self.decode.forget(stream);
+        self.decode.forget(source.of);
         source.cursor.reset();
         source.doubted = false;
     }

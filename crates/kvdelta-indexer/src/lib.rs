@@ -1,9 +1,7 @@
-//! What every worker's cache holds, as its KV events tell it.
-//!
-//! Bytes of an event become changes of an index by way of `feed` (frames), `wire` (events), `stream`
-//! (order, gaps, restarts), `trust` (how far to believe it) and `index`. All but the feeds is plain data
-//! without sockets or clocks.
+#![doc = include_str!("../README.md")]
 
+#[cfg(feature = "dynamo")]
+pub mod dynamo;
 mod error;
 mod event;
 #[cfg(feature = "feed")]
@@ -25,9 +23,9 @@ pub use ids::{
     BlockHash, BlockSize, DpRank, EngineHash, Namespace, SequenceHash, Tier, WorkerId, WorkerRank,
 };
 pub use index::Naive;
-pub use index::{Applied, Held, Index, Overlap, Refused, Usage};
+pub use index::{Applied, Held, Index, Overlap, Refused, Sharing, Usage};
 pub use ingest::{Action, Batch, Decode, Frame, Ingest, Limits, Link, Outcome, Ticket};
-pub use metrics::{Counters, metric_names};
+pub use metrics::{Counters, RankCounts, metric_names};
 pub use stream::{Cursor, Digest, Observed, Order};
 pub use time::Millis;
 pub use trust::{Mark, Reason, StaleClaim, Standing, Transition, Trust, TrustBook};

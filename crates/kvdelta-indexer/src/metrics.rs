@@ -6,8 +6,10 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
+use rustc_hash::FxHashMap;
 
 use crate::event::{Change, Event};
 use crate::ids::WorkerRank;
@@ -140,6 +142,17 @@ pub struct Counters {
     restarts: AtomicU64,
     recovered: [AtomicU64; Recovered::ALL.len()],
     lag_ms: AtomicU64,
+    ranks: Mutex<FxHashMap<WorkerRank, RankCounts>>,
+}
+
+/// What one rank told since it was let in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RankCounts {
+    /// Events, those of replays and dumps among them, whether or not the index took them.
+    pub events: u64,
+    /// Age of the last batch when it was applied, by the clocks of engine and reader; `None`: its feed does
+    /// not say when it was made.
+    pub lag: Option<Duration>,
 }
 
 #[derive(Debug, Default)]
@@ -210,6 +223,28 @@ impl Counters {
             let lag = u64::try_from(now.since(made).as_millis()).unwrap_or(u64::MAX);
             self.lag_ms.store(lag, Ordering::Relaxed);
         }
+    }
+
+    pub(crate) fn told(&self, of: WorkerRank, events: usize, made: Option<Millis>, now: Millis) {
+        let mut ranks = self.ranks.lock();
+        let counts = ranks.entry(of).or_default();
+        let events = u64::try_from(events).unwrap_or(u64::MAX);
+        counts.events = counts.events.saturating_add(events);
+        counts.lag = made.map(|made| now.since(made));
+    }
+
+    pub(crate) fn forget(&self, of: WorkerRank) {
+        self.ranks.lock().remove(&of);
+    }
+
+    /// What a rank told; nothing yet if it was not heard of.
+    pub fn of_rank(&self, of: WorkerRank) -> RankCounts {
+        self.ranks.lock().get(&of).copied().unwrap_or_default()
+    }
+
+    /// Events that were skipped, by reason.
+    pub fn skips(&self) -> BTreeMap<&'static str, u64> {
+        self.skipped.0.lock().clone()
     }
 
     /// All counts, and the trust in every rank, in Prometheus' text format.
@@ -321,4 +356,63 @@ fn count(counter: &AtomicU64, by: u64) {
 
 fn read(counter: &AtomicU64) -> u64 {
     counter.load(Ordering::Relaxed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{Counters, RankCounts};
+    use crate::ids::WorkerRank;
+    use crate::time::Millis;
+    use crate::trust::TrustBook;
+
+    #[test]
+    fn a_rank_has_counts_of_its_own_until_it_is_forgotten() {
+        let (of, other) = (WorkerRank::new(7, 1), WorkerRank::new(7, 0));
+        let counters = Counters::default();
+        counters.told(of, 3, Some(Millis(500)), Millis(1750));
+        counters.told(of, 2, Some(Millis(1800)), Millis(1750));
+        let told = RankCounts {
+            events: 5,
+            // The engine's clock is ahead.
+            lag: Some(Duration::ZERO),
+        };
+        assert_eq!(counters.of_rank(of), told);
+        assert_eq!(counters.of_rank(other), RankCounts::default());
+        counters.forget(of);
+        assert_eq!(counters.of_rank(of), RankCounts::default());
+    }
+
+    #[test]
+    fn the_text_is_prometheus_and_names_are_dynamos() {
+        let of = WorkerRank::new(7, 1);
+        let trust = TrustBook::new(Duration::from_secs(30));
+        trust.admit(of, Millis(0));
+        trust.heard(of, 3, Millis(500));
+        let counters = Counters::default();
+        counters.gap(4);
+        counters.lag(Some(Millis(500)), Millis(1750));
+        for _ in 0..3 {
+            counters.skipped("malformed", of);
+        }
+        let text = counters.render(&trust, Millis(2000));
+        for line in [
+            "dynamo_kvdelta_gaps_total 1",
+            "dynamo_kvdelta_frames_missed_total 4",
+            "dynamo_kvdelta_lag_seconds 1.250",
+            "dynamo_kvdelta_events_skipped_total{reason=\"malformed\"} 3",
+            "dynamo_kvdelta_trust{worker_id=\"7\",dp_rank=\"1\",trust=\"unknown\"} 1",
+            "dynamo_kvdelta_trust{worker_id=\"7\",dp_rank=\"1\",trust=\"complete\"} 0",
+            "dynamo_kvdelta_last_event_age_seconds{worker_id=\"7\",dp_rank=\"1\"} 1.500",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
+        }
+        for declared in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+            let (name, kind) = declared.split_once(' ').unwrap();
+            assert!(name.starts_with("dynamo_kvdelta_"), "{name}");
+            assert_eq!(kind == "counter", name.ends_with("_total"), "{name}");
+            assert_eq!(text.matches(&format!("# TYPE {name} ")).count(), 1);
+        }
+    }
 }

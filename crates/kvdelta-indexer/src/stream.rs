@@ -165,3 +165,97 @@ impl Cursor {
         self.last = Some(seq);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Cursor, Digest, LATE_FOR, Observed, Order, REMEMBERED};
+    use crate::time::Millis;
+
+    const NOW: Millis = Millis(1_000_000);
+
+    fn frame(seq: u64) -> Digest {
+        Digest::of(&seq.to_le_bytes())
+    }
+
+    fn at(order: Order, last: u64) -> Cursor {
+        let mut cursor = Cursor::new(order);
+        for seq in 0..=last {
+            cursor.advance(seq, frame(seq), NOW);
+        }
+        cursor
+    }
+
+    #[test]
+    fn what_a_frame_is_to_a_stream_that_applied_0_to_40() {
+        let other = Digest::of(b"other");
+        for (order, seq, content, expected) in [
+            (Order::Fifo, 41, other, Observed::Next),
+            (Order::Fifo, 55, other, Observed::Gap { missing: 14 }),
+            (Order::Fifo, 40, frame(40), Observed::Stale),
+            (Order::Fifo, 40, other, Observed::Restarted),
+            (Order::Fifo, 39, frame(39), Observed::Restarted),
+            (Order::Fifo, 0, other, Observed::Restarted),
+            (Order::Unordered, 41, other, Observed::Next),
+            (Order::Unordered, 43, other, Observed::Gap { missing: 2 }),
+            (Order::Unordered, 12, frame(12), Observed::Stale),
+            (Order::Unordered, 12, other, Observed::Restarted),
+            (Order::Unordered, 0, other, Observed::Restarted),
+        ] {
+            let observed = at(order, 40).observe(seq, content, NOW);
+            assert_eq!(observed, expected, "{order:?} {seq}");
+        }
+    }
+
+    #[test]
+    fn the_first_frame_is_expected_to_be_the_first_of_the_engine() {
+        for order in [Order::Fifo, Order::Unordered] {
+            let mut cursor = Cursor::new(order);
+            assert_eq!(cursor.observe(0, frame(0), NOW), Observed::Next);
+            let gap = Observed::Gap { missing: 7 };
+            assert_eq!(cursor.observe(7, frame(7), NOW), gap);
+        }
+    }
+
+    #[test]
+    fn copies_of_replayed_frames_are_stale_until_the_stream_goes_on() {
+        let mut cursor = at(Order::Fifo, 40);
+        for seq in 41..=50 {
+            cursor.replayed(seq, frame(seq), NOW);
+        }
+        assert_eq!(cursor.observe(44, frame(44), NOW), Observed::Stale);
+        assert_eq!(cursor.observe(44, frame(0), NOW), Observed::Restarted);
+        assert_eq!(cursor.observe(51, frame(51), NOW), Observed::Next);
+        cursor.advance(51, frame(51), NOW);
+        assert_eq!(cursor.observe(44, frame(44), NOW), Observed::Restarted);
+    }
+
+    #[test]
+    fn what_was_jumped_over_may_be_late_once_and_for_a_while() {
+        let mut cursor = at(Order::Unordered, 9);
+        cursor.jump(15, NOW);
+        assert_eq!(cursor.observe(12, frame(12), NOW), Observed::Stale);
+        assert_eq!(cursor.observe(12, frame(12), NOW), Observed::Stale);
+        assert_eq!(cursor.observe(12, frame(0), NOW), Observed::Restarted);
+        assert_eq!(cursor.observe(0, frame(0), NOW), Observed::Restarted);
+        let later = NOW.plus(LATE_FOR * 2);
+        assert_eq!(cursor.observe(13, frame(13), later), Observed::Restarted);
+        assert_eq!(cursor.observe(16, frame(16), later), Observed::Next);
+    }
+
+    #[test]
+    fn hostile_numbers_cost_no_memory() {
+        for order in [Order::Fifo, Order::Unordered] {
+            let mut cursor = at(order, 3);
+            let missing = u64::MAX - 4;
+            let seen = cursor.observe(u64::MAX, frame(0), NOW);
+            assert_eq!(seen, Observed::Gap { missing });
+            cursor.advance(u64::MAX, frame(0), NOW);
+            assert!(cursor.contents.len() <= REMEMBERED);
+            assert_eq!(cursor.observe(u64::MAX, frame(0), NOW), Observed::Stale);
+            assert_eq!(cursor.observe(5, frame(5), NOW), Observed::Restarted);
+            cursor.jump(u64::MAX, NOW);
+            cursor.replayed(2, frame(2), NOW);
+            assert_eq!(cursor.last(), Some(2));
+        }
+    }
+}

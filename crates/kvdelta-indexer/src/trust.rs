@@ -430,3 +430,116 @@ impl Record {
         self.signs = true;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{Reason, StaleClaim, Trust, TrustBook};
+    use crate::ids::WorkerRank;
+    use crate::time::Millis;
+
+    const W: WorkerRank = WorkerRank::new(7, 0);
+    const NOW: Millis = Millis(1_000_000);
+    const SAID: StaleClaim = StaleClaim {
+        said_blocks: 64,
+        had_blocks: 60,
+        missing: None,
+    };
+
+    fn complete() -> TrustBook {
+        let book = TrustBook::new(Duration::from_secs(30));
+        book.admit(W, NOW);
+        book.heard(W, 0, NOW);
+        book.caught_up(W, NOW);
+        assert!(book.may_back_claim(W, NOW));
+        book
+    }
+
+    #[test]
+    fn only_complete_backs_a_claim() {
+        for state in Trust::ALL {
+            assert_eq!(state.may_back_claim(), state == Trust::Complete);
+        }
+        let book = complete();
+        assert!(
+            !book.may_back_claim(WorkerRank::new(7, 1), NOW),
+            "not admitted"
+        );
+    }
+
+    #[test]
+    fn a_stale_report_lowers_at_once_and_is_not_raised_by_what_was_under_way() {
+        let book = complete();
+        let asked = book.mark(W).unwrap();
+        let told = book.report_stale(W, SAID, NOW).unwrap();
+        assert_eq!(
+            told.to,
+            (Trust::MayHaveHoles, Some(Reason::StaleClaim(SAID)))
+        );
+        assert_eq!(book.caught_up(W, NOW), None);
+        assert_eq!(
+            book.rebuilt(W, asked, NOW),
+            None,
+            "asked for before the report"
+        );
+        assert!(!book.may_back_claim(W, NOW));
+        let asked = book.mark(W).unwrap();
+        book.rebuilt(W, asked, NOW);
+        assert!(book.may_back_claim(W, NOW));
+        assert_eq!(book.stale_reports(), 1);
+    }
+
+    #[test]
+    fn a_removed_rank_is_not_revived() {
+        let book = complete();
+        assert!(book.remove(W));
+        assert_eq!(book.heard(W, 1, NOW), None);
+        assert_eq!(book.report_stale(W, SAID, NOW), None);
+        assert_eq!(book.standing(W, NOW), None);
+        assert!(!book.remove(W));
+        book.admit(W, NOW);
+        assert_eq!(book.standing(W, NOW).unwrap().trust, Trust::Unknown);
+    }
+
+    #[test]
+    fn every_change_is_told_once() {
+        let book = complete();
+        let gap = book.lower(W, Reason::Gap, NOW).unwrap();
+        assert_eq!(gap.from, Some((Trust::Complete, None)));
+        assert_eq!(gap.to, (Trust::MayHaveHoles, Some(Reason::Gap)));
+        assert_eq!(book.lower(W, Reason::Gap, NOW), None);
+        let later = NOW.plus(Duration::from_secs(30));
+        assert_eq!(book.tick(later).len(), 1);
+        assert_eq!(book.tick(later), []);
+        assert_eq!(
+            book.standing(W, later).unwrap().age(later),
+            Some(Duration::from_secs(30))
+        );
+        let back = book.alive(W, later).unwrap();
+        assert_eq!(
+            back.to,
+            (Trust::MayHaveHoles, Some(Reason::Gap)),
+            "what it was before"
+        );
+    }
+
+    #[test]
+    fn readers_see_whole_standings_while_a_writer_changes_them() {
+        let book = complete();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for seq in 1..2_000 {
+                    book.lower(W, Reason::Gap, NOW);
+                    book.heard(W, seq, NOW);
+                    book.caught_up(W, NOW);
+                }
+            });
+            for _ in 0..2_000 {
+                let standing = book.standing(W, NOW).unwrap();
+                let is_complete = standing.trust == Trust::Complete;
+                assert_eq!(is_complete, standing.reason.is_none());
+            }
+        });
+    }
+}

@@ -4,6 +4,7 @@
 
 mod cmd;
 mod doctor;
+mod observe;
 mod render;
 
 use std::process::ExitCode;
@@ -22,10 +23,13 @@ struct Cli {
 enum Command {
     /// Say what keeps `decode_overlap_score_weight` from helping.
     Doctor(cmd::doctor::Options),
+    /// Show what live workers hold, by their KV events.
+    Observe(Box<cmd::observe::Options>),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Doctor(options) => cmd::doctor::run(&options),
+        Command::Observe(options) => cmd::observe::run(&options),
     }
 }

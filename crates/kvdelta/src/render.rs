@@ -3,6 +3,7 @@
 //! Findings as text and as JSON.
 
 use std::fmt::Write as _;
+use std::io::{self, Write as _};
 
 use serde::Serialize;
 
@@ -174,6 +175,11 @@ pub(crate) fn plain(text: &str) -> String {
         }
     }
     plain
+}
+
+/// A line on standard error; without one there is nobody to tell.
+pub(crate) fn say(line: &str) {
+    let _ = writeln!(io::stderr(), "{}", plain(line));
 }
 
 fn counted(count: usize, what: &str) -> String {

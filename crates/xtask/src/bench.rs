@@ -2,13 +2,14 @@
 
 //! Measurements that are no test.
 
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
-use crate::cache::Cache;
-use crate::command::shown_status;
+use crate::cache::{Cache, project_root};
+use crate::command::{logged, shown_status};
 use crate::frontend;
 
 /// Options of `cargo xtask bench`.
@@ -17,6 +18,8 @@ use crate::frontend;
   cargo xtask bench replay --trace conversation_trace.jsonl
   cargo xtask bench replay --trace conversation_trace.jsonl --speedup 4 --weights 0,2 --json
   cargo xtask bench replay --help              what else it takes, and where there is a trace
+  cargo xtask bench index --trace conversation_trace.jsonl
+  cargo xtask bench index --quick              small data, for its answers rather than its times
 
 Exit codes: 0 done, 1 failed, 2 an option that cannot be used.")]
 pub(crate) struct Options {
@@ -33,18 +36,41 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// kvdelta's index beside those of dynamo-kv-router: queries, loading, memory, readers' latency.
+    #[command(disable_help_flag = true)]
+    Index {
+        /// Options of the benchmark; `--help` lists them.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
 }
+
+/// The package in `benches/` and its program.
+const PACKAGE: &str = "kvdelta-benches";
+const PROGRAM: &str = "bench-index";
 
 /// Runs `cargo xtask bench`.
 pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
-    match options.bench {
-        Bench::Replay { arguments } => {
-            let mut replay = Command::new(frontend::example(cache, "fleet_replay")?);
-            replay.args(arguments);
-            let status = shown_status(&mut replay)?;
-            // The replay has told what is wrong; its exit codes are this command's.
-            let code = status.code().and_then(|code| u8::try_from(code).ok());
-            Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
-        }
-    }
+    let (program, arguments) = match options.bench {
+        Bench::Replay { arguments } => (frontend::example(cache, "fleet_replay")?, arguments),
+        Bench::Index { arguments } => (index(cache)?, arguments),
+    };
+    let status = shown_status(Command::new(program).args(arguments))?;
+    // The program has told what is wrong; its exit codes are this command's.
+    let code = status.code().and_then(|code| u8::try_from(code).ok());
+    Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// The benchmark of the index, built for speed.
+pub(crate) fn index(cache: &Cache) -> Result<PathBuf> {
+    let target = cache.folder("target/benches")?;
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo
+        .args(["build", "--release", "--locked", "--package", PACKAGE])
+        .current_dir(project_root())
+        .env("CARGO_TARGET_DIR", &target);
+    frontend::without_own_package(&mut cargo);
+    let log = cache.folder("logs")?.join(format!("{PROGRAM}.log"));
+    logged(PROGRAM, cargo, &log)?;
+    Ok(target.join("release").join(PROGRAM))
 }

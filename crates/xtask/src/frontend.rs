@@ -165,7 +165,7 @@ pub(crate) fn build_environment(cargo: &mut Command, cache: &Cache) -> Result<()
 ///
 /// Build scripts that watch these variables (ring's does) would run again for every clone, and half
 /// of Dynamo's crates with them.
-fn without_own_package(cargo: &mut Command) {
+pub(crate) fn without_own_package(cargo: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
         if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {

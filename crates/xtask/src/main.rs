@@ -47,6 +47,7 @@ use crate::cache::Cache;
   cargo xtask test --fast               format, lints and the tests that need no engine
   cargo xtask test                      everything
   cargo xtask bench replay --help       a trace through a simulated fleet, at several weights
+  cargo xtask bench index --quick       kvdelta's index beside those of dynamo-kv-router
   cargo xtask test --each-patch         upstream's tests after each patch of the series
   cargo xtask export-pr --phase 1 --onto ../dynamo
 

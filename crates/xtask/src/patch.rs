@@ -21,7 +21,8 @@ use crate::upstream::{Pins, series_folder};
 #[command(after_help = "Examples:
   cargo xtask patch                  prints the folder of the patched sources
   cargo xtask patch --check          only tries: exit code 0 if every patch applies
-  cargo xtask patch --out dynamo     writes the patched sources to a new folder")]
+  cargo xtask patch --out dynamo     writes the patched sources to a new folder
+  cargo xtask patch --out dynamo --with optional/0001-decode-index.patch")]
 pub(crate) struct Options {
     /// Only try; write nothing outside a temporary folder.
     #[arg(long)]
@@ -29,6 +30,9 @@ pub(crate) struct Options {
     /// Write the patched sources to this folder, which must not exist.
     #[arg(long, value_name = "DIR", conflicts_with = "check")]
     out: Option<PathBuf>,
+    /// Apply this optional patch on top of the series.
+    #[arg(long, value_name = "PATCH", requires = "out")]
+    with: Vec<String>,
 }
 
 /// Runs `cargo xtask patch`.
@@ -42,7 +46,7 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
         let parent = out.parent().filter(|parent| *parent != Path::new(""));
         let scratch = tempfile::tempdir_in(parent.unwrap_or(Path::new(".")))
             .with_context(|| format!("--out: cannot make {}", out.display()))?;
-        prepare(scratch.path())?;
+        prepare_with(scratch.path(), &[series()?, options.with.clone()].concat())?;
         fs::rename(scratch.keep(), out)
             .with_context(|| format!("cannot make {}", out.display()))?;
         println!("{}", out.display());
@@ -52,12 +56,30 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Tries the series on the pinned sources in a temporary folder.
+/// Tries the series on the pinned sources in a temporary folder, and each optional patch on top of it.
 pub(crate) fn check(_: &Cache) -> Result<()> {
     let folder = tempfile::tempdir()?;
     prepare(folder.path())?;
     say("every patch of the series applies");
+    for name in optional()? {
+        let folder = tempfile::tempdir()?;
+        let patches = [series()?, vec![name]].concat();
+        prepare_with(folder.path(), &patches)?;
+    }
     Ok(())
+}
+
+/// The patches in `optional`, which no build here contains.
+fn optional() -> Result<Vec<String>> {
+    let folder = series_folder().join("optional");
+    let files =
+        fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    let mut names = Vec::new();
+    for file in files {
+        names.push(format!("optional/{}", file?.file_name().display()));
+    }
+    names.sort();
+    Ok(names)
 }
 
 /// The patched sources in the cache, made when they are not there: the layout of Dynamo's

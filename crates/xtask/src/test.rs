@@ -214,21 +214,36 @@ fn format(_: &Cache) -> Result<()> {
     Ok(())
 }
 
-fn lints(_: &Cache) -> Result<()> {
-    shown_run(cargo(&[
-        "clippy",
-        "--quiet",
-        "--locked",
-        "--workspace",
-        "--all-targets",
-        "--",
-        "--deny",
-        "warnings",
-    ]))
+/// Cargo on the workspace. What it builds is kept in the cache, so that a second clone builds only the crates
+/// of the workspace.
+fn workspace_cargo(cache: &Cache, arguments: &[&str]) -> Result<Command> {
+    let mut cargo = cargo(arguments);
+    cargo.env("CARGO_TARGET_DIR", cache.folder("target/workspace")?);
+    frontend::without_own_package(&mut cargo);
+    Ok(cargo)
 }
 
-fn workspace_tests(_: &Cache) -> Result<()> {
-    shown_run(cargo(&["test", "--quiet", "--locked", "--workspace"]))?;
+fn lints(cache: &Cache) -> Result<()> {
+    shown_run(workspace_cargo(
+        cache,
+        &[
+            "clippy",
+            "--quiet",
+            "--locked",
+            "--workspace",
+            "--all-targets",
+            "--",
+            "--deny",
+            "warnings",
+        ],
+    )?)
+}
+
+fn workspace_tests(cache: &Cache) -> Result<()> {
+    shown_run(workspace_cargo(
+        cache,
+        &["test", "--quiet", "--locked", "--workspace"],
+    )?)?;
     // The one ignored test of the workspace; its reason does not show in a quiet run.
     let mut etcd = Command::new("etcd");
     etcd.arg("--version");
@@ -238,14 +253,17 @@ fn workspace_tests(_: &Cache) -> Result<()> {
         ));
         return Ok(());
     }
-    shown_run(cargo(&[
-        "test",
-        "--quiet",
-        "--locked",
-        "--package=kvdelta",
-        "--",
-        "--ignored",
-    ]))
+    shown_run(workspace_cargo(
+        cache,
+        &[
+            "test",
+            "--quiet",
+            "--locked",
+            "--package=kvdelta",
+            "--",
+            "--ignored",
+        ],
+    )?)
 }
 
 fn python_lints(cache: &Cache) -> Result<()> {

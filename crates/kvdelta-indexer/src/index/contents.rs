@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::Held;
-use super::node::{NONE, Node, ROOT};
+use super::node::{NONE, Node, ROOT, Word, low_bits};
 use super::tree::{Index, Tree, Writer, span};
+use super::{Held, Sharing};
 use crate::event::{Copies, Stored, StoredBlock};
 use crate::hash::next_sequence_hash;
 use crate::ids::{BlockHash, EngineHash, SequenceHash, Tier, WorkerRank};
@@ -103,6 +103,50 @@ impl Index {
             });
         }
         dump
+    }
+
+    /// How much of `tier` more than one rank holds.
+    ///
+    /// Reads every node once, without the lock of the changes: it takes time that grows with the index and
+    /// holds nobody up. While events come in, the three counts may be of different moments.
+    pub fn sharing(&self, tier: Tier) -> Sharing {
+        let _pinned = crossbeam_epoch::pin();
+        let tree = &self.tree;
+        let holders = tree.holders_end.load(Ordering::Acquire);
+        let mut counted = vec![0_u32; holders.div_ceil(32) as usize];
+        for holder in 0..holders {
+            let cells = tree.holders.get(holder);
+            if cells.is_some_and(|cells| cells.of().1 == tier) {
+                counted[holder as usize / 32] |= 1 << (holder % 32);
+            }
+        }
+        let counted = |group: u32, holders: u32| {
+            let of_tier = counted.get(group as usize).copied().unwrap_or(0);
+            (of_tier & holders).count_ones()
+        };
+        let made = u32::try_from(self.nodes_made()).unwrap_or(NONE);
+        let mut sum = Sharing::default();
+        for node in (0..made).filter_map(|at| tree.nodes.get(at)) {
+            let whole = low_bits(node.room.load(Ordering::Relaxed));
+            let (mut once, mut twice) = (0, 0);
+            for cell in node.cells(&tree.more) {
+                let (times, blocks) = match Word::unpack(cell.load(Ordering::Acquire)) {
+                    Word::Free => continue,
+                    Word::Whole { group, holders } => (counted(group, holders), whole),
+                    Word::Part { holder, blocks } => {
+                        (counted(holder / 32, 1 << (holder % 32)), blocks)
+                    }
+                };
+                if times > 0 {
+                    twice |= if times > 1 { blocks } else { once & blocks };
+                    once |= blocks;
+                    sum.held += u64::from(times) * u64::from(blocks.count_ones());
+                }
+            }
+            sum.distinct += u64::from(once.count_ones());
+            sum.shared += u64::from(twice.count_ones());
+        }
+        sum
     }
 
     /// Nodes that were ever made, in use or free.

@@ -15,5 +15,5 @@ mod tree;
 mod tests;
 
 pub use naive::Naive;
-pub use outcome::{Applied, Held, Overlap, Refused, Usage};
+pub use outcome::{Applied, Held, Overlap, Refused, Sharing, Usage};
 pub use tree::Index;

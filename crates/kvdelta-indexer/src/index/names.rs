@@ -3,12 +3,12 @@
 //! A block carries one engine hash for all ranks that agree on it, which is all of them in a fleet with one
 //! hash seed; the table keeps 4 bytes for it. Ranks that name the same content otherwise are kept aside.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use hashbrown::HashTable;
 use rustc_hash::FxHashMap;
 
-use super::arena::Arena;
+use super::node::Hashes;
 use crate::ids::{EngineHash, WorkerRank};
 
 /// Each grows by itself, so that growing never stops the writer for long.
@@ -26,7 +26,7 @@ fn spread(name: u64) -> u64 {
     name ^ (name >> 29)
 }
 
-fn name_of(block: u32, engines: &Arena<AtomicU64>) -> u64 {
+fn name_of(block: u32, engines: &Hashes) -> u64 {
     engines
         .get(block)
         .map_or(0, |name| name.load(Ordering::Relaxed))
@@ -46,7 +46,7 @@ impl Names {
     }
 
     /// Enters a block under the name that `engines` has for it.
-    pub(super) fn insert(&mut self, block: u32, engines: &Arena<AtomicU64>) {
+    pub(super) fn insert(&mut self, block: u32, engines: &Hashes) {
         let hash = spread(name_of(block, engines));
         if let Some(shard) = self.shard(hash) {
             shard.insert_unique(hash, block, |block| spread(name_of(*block, engines)));
@@ -54,7 +54,7 @@ impl Names {
     }
 
     /// Takes a block out, before `engines` gets another name for it.
-    pub(super) fn remove(&mut self, block: u32, engines: &Arena<AtomicU64>) {
+    pub(super) fn remove(&mut self, block: u32, engines: &Hashes) {
         let hash = spread(name_of(block, engines));
         if let Some(shard) = self.shard(hash)
             && let Ok(entry) = shard.find_entry(hash, |one| *one == block)
@@ -67,7 +67,7 @@ impl Names {
     pub(super) fn blocks<'a>(
         &'a self,
         name: EngineHash,
-        engines: &'a Arena<AtomicU64>,
+        engines: &'a Hashes,
     ) -> impl Iterator<Item = u32> + 'a {
         let hash = spread(name.0);
         let shard = self.shards.get((hash >> 32) as usize % SHARDS);

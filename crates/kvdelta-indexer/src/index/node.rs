@@ -7,6 +7,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::arena::Arena;
 
+/// The nodes of a tree.
+pub(super) type Nodes = Arena<Node, { 1 << 13 }>;
+/// The words of nodes that have more of them than fit in.
+pub(super) type Words = Arena<MoreWords, { 1 << 13 }>;
+/// Hashes of blocks, in runs of one node each.
+pub(super) type Hashes = Arena<AtomicU64, { 1 << 17 }>;
+
 /// Blocks that one node can have: as many as the bits of a mask.
 pub(super) const NODE_BLOCKS: usize = 32;
 /// No node, no entries.
@@ -119,7 +126,7 @@ pub(super) fn low_bits(count: u32) -> u32 {
 impl Node {
     /// All cells of words, in a fixed order.
     #[inline]
-    pub(super) fn cells<'a>(&'a self, more: &'a Arena<MoreWords>) -> Cells<'a> {
+    pub(super) fn cells<'a>(&'a self, more: &'a Words) -> Cells<'a> {
         Cells {
             words: self.words.iter(),
             link: &self.more,
@@ -129,7 +136,7 @@ impl Node {
 
     /// The blocks that `holder` holds.
     #[inline]
-    pub(super) fn held_by(&self, holder: u32, more: &Arena<MoreWords>) -> u32 {
+    pub(super) fn held_by(&self, holder: u32, more: &Words) -> u32 {
         // A holder that came to hold the whole node between the reading of its two words shows up in neither:
         // too little, which is allowed.
         for cell in self.cells(more) {
@@ -150,7 +157,7 @@ impl Node {
     }
 
     /// The blocks that anybody holds.
-    pub(super) fn held(&self, more: &Arena<MoreWords>) -> u32 {
+    pub(super) fn held(&self, more: &Words) -> u32 {
         let mut held = 0;
         for cell in self.cells(more) {
             held |= match Word::unpack(cell.load(Ordering::Relaxed)) {
@@ -165,7 +172,7 @@ impl Node {
     /// Sets what `holder` holds. Only the writer calls it, after `make_room`.
     ///
     /// A reader sees the old or the new, or, where the holder's word changes kind, for a moment the lesser.
-    pub(super) fn set_held_by(&self, holder: u32, blocks: u32, more: &Arena<MoreWords>) {
+    pub(super) fn set_held_by(&self, holder: u32, blocks: u32, more: &Words) {
         let whole = low_bits(self.room.load(Ordering::Relaxed));
         let bit = 1 << (holder % 32);
         let (mut part, mut group, mut free) = (None, None, None);
@@ -225,14 +232,14 @@ impl Node {
     }
 
     /// Where to hang more words, if none is free.
-    pub(super) fn end_of_words<'a>(&'a self, more: &'a Arena<MoreWords>) -> Option<&'a AtomicU32> {
+    pub(super) fn end_of_words<'a>(&'a self, more: &'a Words) -> Option<&'a AtomicU32> {
         let mut cells = self.cells(more);
         let free = cells.any(|cell| Word::unpack(cell.load(Ordering::Relaxed)) == Word::Free);
         (!free).then_some(cells.link)
     }
 
     /// Takes the chain of further words off, to be freed once no reader can be in it.
-    pub(super) fn take_more(&self, more: &Arena<MoreWords>, mut each: impl FnMut(u32)) {
+    pub(super) fn take_more(&self, more: &Words, mut each: impl FnMut(u32)) {
         let mut at = self.more.swap(NONE, Ordering::Relaxed);
         while let Some(words) = more.get(at) {
             each(at);
@@ -245,13 +252,13 @@ impl Node {
 pub(super) struct Cells<'a> {
     words: std::slice::Iter<'a, AtomicU64>,
     link: &'a AtomicU32,
-    more: &'a Arena<MoreWords>,
+    more: &'a Words,
 }
 
 impl<'a> Iterator for Cells<'a> {
     type Item = &'a AtomicU64;
 
-    #[inline]
+    #[inline(always)]
     fn next(&mut self) -> Option<&'a AtomicU64> {
         if let Some(cell) = self.words.next() {
             return Some(cell);

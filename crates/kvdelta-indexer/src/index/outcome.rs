@@ -112,6 +112,17 @@ impl Held {
     }
 }
 
+/// How much of a tier is held by more than one rank, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sharing {
+    /// Blocks of all ranks together.
+    pub held: u64,
+    /// Different prefixes (`SequenceHash`) among them.
+    pub distinct: u64,
+    /// Prefixes that more than one rank holds.
+    pub shared: u64,
+}
+
 /// How much a rank holds, and what holding it costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {

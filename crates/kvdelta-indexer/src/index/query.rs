@@ -6,6 +6,8 @@
 
 use std::sync::atomic::{Ordering, fence};
 
+use smallvec::{SmallVec, smallvec};
+
 use super::Overlap;
 use super::node::{NONE, Node, ROOT, Word, low_bits};
 use super::tree::{Index, Tree};
@@ -14,11 +16,13 @@ use crate::ids::{EngineHash, Tier, WorkerRank};
 
 /// Walks for one rank that removals may disturb before the rank counts as holding nothing.
 const WALKS: usize = 4;
+/// Groups of 32 holders for which a walk needs no allocation.
+const GROUPS: usize = 16;
 
 impl Index {
     /// What every rank holds of the prompt, in no order. Ranks that hold nothing are left out.
     ///
-    /// Hashes the prompt no further than 32 blocks past the longest match.
+    /// Hashes the prompt a little further than the longest match: 32 blocks, or an eighth of it.
     pub fn overlaps(&self, prompt: &mut Prompt<'_>) -> Vec<Overlap> {
         let mut all = Vec::new();
         self.overlaps_into(prompt, &mut all);
@@ -35,25 +39,30 @@ impl Index {
     /// As `overlaps`, into `all`, which is emptied first.
     pub fn overlaps_into(&self, prompt: &mut Prompt<'_>, all: &mut Vec<Overlap>) {
         all.clear();
-        let _pinned = crossbeam_epoch::pin();
         let tree = &self.tree;
+        // Most prompts begin as no other: they need no more than this.
+        let first = prompt.hashed_to(1).first();
+        if first.is_none_or(|first| tree.child(ROOT, 0, *first).is_none()) {
+            return;
+        }
+        let _pinned = crossbeam_epoch::pin();
         let done = tree.removals_done.load(Ordering::Acquire);
         let Some(mut place) = tree.first(prompt) else {
             return;
         };
         let groups = tree.holders_end.load(Ordering::Acquire).div_ceil(32) as usize;
         let mut walk = Walk::new(groups);
-        while let Some((node, same)) = tree.compare(place, prompt) {
-            if !walk.step(tree, node, same) || walk.end.walked == prompt.blocks() {
-                break;
-            }
-            match tree.after(place.node, same, walk.end.walked, prompt) {
+        while walk.step(tree, &place) {
+            match tree.after(&place, walk.end.walked, prompt) {
                 Some(next) => place = next,
                 None => break,
             }
         }
         walk.finish();
         fence(Ordering::Acquire);
+        all.reserve(walk.found.len());
+        let one_name = tree.other_names.is_empty();
+        let mut last = (NONE, EngineHash(0));
         for (holder, mut end) in walk.found {
             let Some(cells) = tree.holders.get(holder) else {
                 continue;
@@ -65,7 +74,15 @@ impl Index {
                 }
             }
             let (of, tier) = cells.of();
-            all.push(end.overlap(tree, of, tier));
+            if !one_name || last.0 != end.last {
+                last = (end.last, tree.name(end.last, of));
+            }
+            all.push(Overlap {
+                of,
+                tier,
+                blocks: end.walked,
+                engine: last.1,
+            });
         }
     }
 
@@ -79,15 +96,20 @@ impl Index {
         let _pinned = crossbeam_epoch::pin();
         let holder = self.tree.ranks.pin().get(&of)?[tier as usize];
         let end = self.tree.overlap(holder, prompt)?;
-        Some(end.overlap(&self.tree, of, tier))
+        Some(Overlap {
+            of,
+            tier,
+            blocks: end.walked,
+            engine: self.tree.name(end.last, of),
+        })
     }
 }
 
-/// Where a walk stands: at a node that begins `position` blocks into the prompt.
-#[derive(Clone, Copy)]
-struct Place {
-    node: u32,
-    position: usize,
+/// Where a walk stands: at a node of which the prompt has the first `same` blocks, at least 1.
+struct Place<'a> {
+    at: u32,
+    node: &'a Node,
+    same: u32,
 }
 
 /// How far a holder came: the blocks that it holds, and which the last one is.
@@ -100,18 +122,12 @@ struct End {
 impl End {
     /// `held` blocks of `node` further.
     fn further(self, node: &Node, held: u32) -> Self {
-        Self {
-            walked: self.walked + held as usize,
-            last: node.base.load(Ordering::Relaxed) + held.saturating_sub(1),
-        }
-    }
-
-    fn overlap(self, tree: &Tree, of: WorkerRank, tier: Tier) -> Overlap {
-        Overlap {
-            of,
-            tier,
-            blocks: self.walked,
-            engine: tree.name(self.last, of),
+        match held.checked_sub(1) {
+            None => self,
+            Some(last) => Self {
+                walked: self.walked + held as usize,
+                last: node.base.load(Ordering::Relaxed) + last,
+            },
         }
     }
 }
@@ -122,42 +138,43 @@ const START: End = End {
 };
 
 impl Tree {
-    fn first(&self, prompt: &mut Prompt<'_>) -> Option<Place> {
+    fn first(&self, prompt: &mut Prompt<'_>) -> Option<Place<'_>> {
         let first = *prompt.hashed_to(1).first()?;
-        Some(Place {
-            node: self.child(ROOT, 0, first)?,
-            position: 0,
-        })
+        self.enter(self.child(ROOT, 0, first)?, 0, prompt)
     }
 
-    /// The node, and how many of its blocks the prompt has in its place.
-    #[inline]
-    fn compare(&self, place: Place, prompt: &mut Prompt<'_>) -> Option<(&Node, u32)> {
-        let node = self.nodes.get(place.node)?;
+    /// Node `at`, if the prompt has blocks of it from `position` on.
+    #[inline(always)]
+    fn enter(&self, at: u32, position: usize, prompt: &mut Prompt<'_>) -> Option<Place<'_>> {
+        let node = self.nodes.get(at)?;
         let len = node.len.load(Ordering::Acquire) as usize;
         let cells = self.hashes.run(node.base.load(Ordering::Relaxed), len);
-        let hashes = prompt
-            .hashed_to(place.position + len)
-            .get(place.position..)?;
-        let pairs = cells.iter().zip(hashes);
-        let same = pairs.take_while(|(cell, hash)| cell.load(Ordering::Relaxed) == hash.0);
-        Some((node, u32::try_from(same.count()).ok()?))
+        let same = u32::try_from(prompt.common(position, cells)).ok()?;
+        (same > 0).then_some(Place { at, node, same })
     }
 
-    /// The node that goes on after the first `same` blocks of `node`.
-    #[inline]
+    /// The place that goes on where the prompt leaves this one, `position` blocks into the prompt.
+    #[inline(always)]
     fn after(
         &self,
-        node: u32,
-        same: u32,
+        place: &Place<'_>,
         position: usize,
         prompt: &mut Prompt<'_>,
-    ) -> Option<Place> {
+    ) -> Option<Place<'_>> {
         #[cfg(test)]
         super::tests::between_nodes();
+        if position == prompt.blocks() {
+            return None;
+        }
+        if place.same == place.node.room.load(Ordering::Relaxed)
+            && let Some(next) =
+                self.enter(place.node.next.load(Ordering::Acquire), position, prompt)
+        {
+            return Some(next);
+        }
         let hash = *prompt.hashed_to(position + 1).get(position)?;
-        let node = self.child(node, same, hash)?;
-        Some(Place { node, position })
+        let at = self.branch(place.at, place.node, place.same, hash)?;
+        self.enter(at, position, prompt)
     }
 
     /// How far one holder comes; `None`: it holds nothing, or it changes too fast to tell.
@@ -177,18 +194,13 @@ impl Tree {
     fn walk_one(&self, holder: u32, prompt: &mut Prompt<'_>) -> End {
         let mut end = START;
         let mut place = self.first(prompt);
-        while let Some(at) = place
-            && let Some((node, same)) = self.compare(at, prompt)
-        {
-            let held = node.held_by(holder, &self.more).trailing_ones().min(same);
-            if held == 0 {
+        while let Some(here) = place {
+            let held = here.node.held_by(holder, &self.more).trailing_ones();
+            end = end.further(here.node, held.min(here.same));
+            if held < here.same {
                 break;
             }
-            end = end.further(node, held);
-            if held < same || end.walked == prompt.blocks() {
-                break;
-            }
-            place = self.after(at.node, same, end.walked, prompt);
+            place = self.after(&here, end.walked, prompt);
         }
         end
     }
@@ -207,11 +219,13 @@ impl Tree {
 /// All holders on their way through one prompt.
 struct Walk {
     /// By group: the holders that hold all blocks so far; before the first node, all.
-    active: Vec<u32>,
-    /// By group: those that hold all matching blocks of the node at hand.
-    whole: Vec<u32>,
+    active: SmallVec<[u32; GROUPS]>,
+    /// Groups with such holders.
+    active_groups: usize,
+    /// By group: those that hold all blocks of the node at hand that the prompt has.
+    whole: SmallVec<[u32; GROUPS]>,
     /// Holders that fell behind, and how far they came.
-    found: Vec<(u32, End)>,
+    found: SmallVec<[(u32, End); 32]>,
     /// How far those came that did not.
     end: End,
 }
@@ -219,19 +233,50 @@ struct Walk {
 impl Walk {
     fn new(groups: usize) -> Self {
         Self {
-            active: vec![u32::MAX; groups],
-            whole: vec![0; groups],
-            found: Vec::with_capacity(groups * 32),
+            active: smallvec![u32::MAX; groups],
+            active_groups: groups,
+            whole: smallvec![0; groups],
+            found: SmallVec::new(),
             end: START,
         }
     }
 
-    /// Passes a node of which the prompt has `same` blocks. Whether anybody holds all of these.
-    #[inline]
-    fn step(&mut self, tree: &Tree, node: &Node, same: u32) -> bool {
-        let need = low_bits(same);
-        self.whole.fill(0);
+    /// Passes a node. Whether anybody holds all of its blocks that the prompt has.
+    #[inline(always)]
+    fn step(&mut self, tree: &Tree, place: &Place<'_>) -> bool {
+        let any = self.all_hold_it(tree, place.node) || self.some_hold_it(tree, place);
+        if any {
+            self.end = self.end.further(place.node, place.same);
+        }
+        any
+    }
+
+    /// Whether all who came here hold the whole node, which is how it is for most nodes of a long prompt.
+    #[inline(always)]
+    fn all_hold_it(&self, tree: &Tree, node: &Node) -> bool {
+        let mut left = self.active_groups;
         for cell in node.cells(&tree.more) {
+            if let Word::Whole { group, holders } = Word::unpack(cell.load(Ordering::Acquire))
+                && let Some(active) = self.active.get(group as usize)
+                && *active != 0
+            {
+                if active & !holders != 0 {
+                    return false;
+                }
+                left -= 1;
+                if left == 0 {
+                    return true;
+                }
+            }
+        }
+        false
+    }
+
+    #[inline(never)]
+    fn some_hold_it(&mut self, tree: &Tree, place: &Place<'_>) -> bool {
+        let need = low_bits(place.same);
+        self.whole.fill(0);
+        for cell in place.node.cells(&tree.more) {
             match Word::unpack(cell.load(Ordering::Acquire)) {
                 Word::Free => {}
                 Word::Whole { group, holders } => {
@@ -254,24 +299,22 @@ impl Walk {
                         && held > 0
                     {
                         *active &= !bit;
-                        self.found.push((holder, self.end.further(node, held)));
+                        self.found
+                            .push((holder, self.end.further(place.node, held)));
                     }
                 }
             }
         }
-        let mut any = 0;
+        self.active_groups = 0;
         for (group, (active, whole)) in self.active.iter_mut().zip(&self.whole).enumerate() {
             let behind = *active & !*whole;
             *active &= *whole;
             if self.end.walked > 0 && behind != 0 {
                 report(&mut self.found, group, behind, self.end);
             }
-            any |= *active;
+            self.active_groups += usize::from(*active != 0);
         }
-        if any != 0 {
-            self.end = self.end.further(node, same);
-        }
-        any != 0
+        self.active_groups > 0
     }
 
     fn finish(&mut self) {
@@ -286,7 +329,7 @@ impl Walk {
 
 /// Each holder of `group` whose bit is set came to `end`.
 #[inline]
-fn report(found: &mut Vec<(u32, End)>, group: usize, mut holders: u32, end: End) {
+fn report(found: &mut SmallVec<[(u32, End); 32]>, group: usize, mut holders: u32, end: End) {
     let first = u32::try_from(group * 32).unwrap_or(NONE);
     while holders != 0 {
         found.push((first + holders.trailing_zeros(), end));

@@ -1,12 +1,13 @@
 //! Random histories against the naive index, and races named by what must hold.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 
-use super::{Index, Naive, Overlap, Refused};
+use super::{Index, Naive, Overlap, Refused, Sharing};
 use crate::event::{Change, Copies, Event, Stored, StoredBlock};
 use crate::hash::{Prompt, PromptOf, block_hashes};
 use crate::ids::{BlockHash, BlockSize, EngineHash, Tier, WorkerRank};
@@ -230,6 +231,19 @@ fn compare(index: &Index, naive: &Naive, unique_names: bool) -> Result<(), TestC
             }
             prop_assert_eq!(all, expected);
         }
+    }
+    for tier in Tier::ALL {
+        let all = RANKS.iter().flat_map(|of| naive.held(*of));
+        let mut holders = BTreeMap::new();
+        for held in all.filter(|held| held.tier == tier) {
+            *holders.entry(held.sequence.0).or_insert(0_u64) += 1;
+        }
+        let sharing = Sharing {
+            held: holders.values().sum(),
+            distinct: u64::try_from(holders.len()).unwrap(),
+            shared: holders.values().map(|times| u64::from(*times > 1)).sum(),
+        };
+        prop_assert_eq!(index.sharing(tier), sharing);
     }
     let again = Index::new(size());
     for of in RANKS {

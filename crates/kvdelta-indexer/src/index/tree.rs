@@ -8,7 +8,7 @@ use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use super::arena::Arena;
 use super::names::Names;
-use super::node::{MoreWords, NONE, Node, ROOT, low_bits};
+use super::node::{Hashes, NONE, Node, Nodes, ROOT, Words, low_bits};
 use super::{Applied, Usage};
 use crate::event::{Change, Event};
 use crate::ids::{BlockHash, BlockSize, DpRank, EngineHash, Namespace, Tier, WorkerId, WorkerRank};
@@ -38,14 +38,14 @@ pub(super) type ChildKey = (u32, u32, BlockHash);
 /// What readers see.
 pub(super) struct Tree {
     pub(super) block_size: BlockSize,
-    pub(super) nodes: Arena<Node>,
-    pub(super) more: Arena<MoreWords>,
+    pub(super) nodes: Nodes,
+    pub(super) more: Words,
     /// Block hashes, in runs of one node each.
-    pub(super) hashes: Arena<AtomicU64>,
+    pub(super) hashes: Hashes,
     /// The engines' hashes of the same blocks.
-    pub(super) engines: Arena<AtomicU64>,
+    pub(super) engines: Hashes,
     pub(super) children: papaya::HashMap<ChildKey, u32, FxBuildHasher>,
-    pub(super) holders: Arena<Holder>,
+    pub(super) holders: Holders,
     /// Holders from here on were never used.
     pub(super) holders_end: AtomicU32,
     pub(super) ranks: papaya::HashMap<WorkerRank, RankHolders, FxBuildHasher>,
@@ -57,6 +57,9 @@ pub(super) struct Tree {
 
 /// The holder of each tier of a rank, or `NONE`.
 pub(super) type RankHolders = [u32; Tier::ALL.len()];
+
+/// The holders of a tree.
+pub(super) type Holders = Arena<Holder, { 1 << 9 }>;
 
 /// One tier of one rank.
 #[derive(Debug, Default)]
@@ -300,12 +303,19 @@ impl Tree {
             {
                 return Some(next);
             }
-            let branch = 1_u32.checked_shl(offset.wrapping_sub(1)).unwrap_or(0);
-            if parent.branches.load(Ordering::Acquire) & branch == 0 {
-                return None;
-            }
+            return self.branch(node, parent, offset, hash);
         }
         self.children.pin().get(&(node, offset, hash)).copied()
+    }
+
+    /// The child that `child` finds other than by `next`.
+    #[inline]
+    pub(super) fn branch(&self, at: u32, node: &Node, offset: u32, hash: BlockHash) -> Option<u32> {
+        let branch = 1_u32.checked_shl(offset.wrapping_sub(1)).unwrap_or(0);
+        if node.branches.load(Ordering::Acquire) & branch == 0 {
+            return None;
+        }
+        self.children.pin().get(&(at, offset, hash)).copied()
     }
 
     fn hash(&self, block: u32) -> Option<BlockHash> {

@@ -284,7 +284,6 @@ impl World {
     }
 
     fn check(&self) {
-        self.room.index.check().unwrap();
         let standing = self.room.trust.standing(W, self.room.now).unwrap();
         if standing.trust != Trust::Complete {
             return;
@@ -321,6 +320,7 @@ impl World {
             self.hand_over();
             self.check();
         }
+        self.room.index.check().unwrap();
     }
 }
 

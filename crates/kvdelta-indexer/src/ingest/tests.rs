@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::event::Change;
 use crate::ids::{DpRank, EngineHash, WorkerId, WorkerRank};
-use crate::ingest::model::{Room, SILENT, one, payload, removed, stored};
+use crate::ingest::model::{Payload, Room, SILENT, one, payload, removed, stored};
 use crate::ingest::{Action, Frame, Limits, Link};
 use crate::trust::{Reason, StaleClaim, Trust};
 
@@ -27,7 +27,7 @@ fn room(ranks: &[(u32, Link)]) -> Room {
 }
 
 /// Frame `seq` of life `life`, a block of its own.
-fn block(life: u64, seq: u64) -> crate::ingest::model::Payload {
+fn block(life: u64, seq: u64) -> Payload {
     let token = u32::try_from(1000 * life + seq).unwrap();
     payload(W, life, &[stored(&[5000 + seq], None, &[token; 4])])
 }
@@ -428,19 +428,18 @@ fn a_stale_claim_is_settled_by_a_rebuild_asked_for_after_it() {
     };
     // Another report, after the request: the answer does not settle it.
     room.trust.report_stale(W, said, room.now);
-    let frames = |room: &Room| {
-        let _ = room;
+    let frames = || {
         vec![Frame {
             seq: 0,
             payload: payload(W, 1, &[two_blocks()]),
         }]
     };
-    room.ingest.replayed(W, ticket, frames(&room), room.now);
+    room.ingest.replayed(W, ticket, frames(), room.now);
     assert_eq!(room.state(W), holes(Reason::StaleClaim(said)));
     let Action::Replay { ticket, .. } = one(&room.wait(Duration::from_millis(500))) else {
         panic!("asked again");
     };
-    room.ingest.replayed(W, ticket, frames(&room), room.now);
+    room.ingest.replayed(W, ticket, frames(), room.now);
     assert_eq!(room.state(W), COMPLETE);
 }
 

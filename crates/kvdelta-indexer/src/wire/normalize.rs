@@ -12,8 +12,13 @@ use crate::wire::skipped::{Skipped, shown};
 pub enum Dialect {
     /// A hash may lie in two physical blocks, each with a removal of its own. The salt is told with the
     /// first block of a chain only.
+    ///
+    /// A request that asks vLLM to report what it reuses (`kv_cache_report_mode: full`, vLLM 0.31
+    /// `v1/request.py`) announces blocks again without a second copy. That looks the same, so such a
+    /// block outlives its removal in the index, until the cache is cleared.
     Vllm,
-    /// A hash is stored once. The salt is told with every block: none is no salt.
+    /// A hash is stored once. The salt is told with every block: none is no salt. A request's
+    /// `extra_key` that is neither salt nor adapter is not told at all.
     Sglang,
 }
 

@@ -337,6 +337,20 @@ fn payloads_of_vllm() {
     }
 }
 
+#[test]
+fn old_readers_ignore_the_source() {
+    let event = |more: Value| {
+        let mut event = json!({"type": "BlockStored", "block_hashes": [1],
+            "parent_block_hash": null, "token_ids": [1, 2, 3, 4], "block_size": 4});
+        let fields = event.as_object_mut().expect("a map");
+        fields.extend(more.as_object().expect("a map").clone());
+        vec![batch(json!([event]))]
+    };
+    let without = by_dynamo(&event(json!({})));
+    assert!(matches!(without[..], [Some(ref made)] if matches!(made[..], [Made::Stored(..)])));
+    assert_eq!(by_dynamo(&event(json!({"source": "transferred"}))), without);
+}
+
 /// Every difference: ours, theirs, and why.
 #[test]
 fn differences_on_purpose() {

@@ -152,7 +152,7 @@ fn a_bad_event_is_skipped_alone() {
 }
 
 #[test]
-fn source_is_kept() {
+fn source_is_kept_and_old_readers_ignore_it() {
     for (source, kept) in [
         (serde_json::json!("local"), Some(Source::Local)),
         (serde_json::json!("transferred"), Some(Source::Transferred)),
@@ -163,6 +163,8 @@ fn source_is_kept() {
         let mut event = serde_json::to_value(event).expect("JSON");
         event["source"] = source;
         let payload = rmp_serde::to_vec_named(&[event]).expect("MessagePack");
+        let old_reader: Vec<Theirs> = rmp_serde::from_slice(&payload).expect("ignores it");
+        assert_eq!(old_reader[0].event.event_id, 1);
         let event = router_events(&payload).expect("an array").next();
         match event.expect("one").expect("an event").change {
             Ok(Change::Stored(stored)) => assert_eq!(stored.source, kept),

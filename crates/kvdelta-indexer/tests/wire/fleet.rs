@@ -1,6 +1,7 @@
 //! An index that is fed with payloads, as a feed would.
 
 use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
 use kvdelta_indexer::{
     BadBatch, BlockSize, CacheGroups, Dialect, EngineHash, Index, MediaHash, Normalized,
@@ -111,7 +112,8 @@ impl Fleet {
         prompt: PromptOf<'_>,
     ) -> (usize, Option<EngineHash>) {
         let mut prompt = Prompt::new(tokens, four(), prompt);
-        self.index.overlap_of(of, tier, &mut prompt)
+        let found = self.index.overlap_of(of, tier, &mut prompt);
+        found.map_or((0, None), |found| (found.blocks, Some(found.engine)))
     }
 }
 
@@ -145,8 +147,11 @@ pub(crate) fn of_vllm(name: &str) -> Vec<u8> {
 
 /// All of them with their names.
 pub(crate) fn all_of_vllm() -> Vec<(String, Vec<u8>)> {
-    let all = include_str!("../../../../tests/fixtures/wire/vllm-0.31.json");
-    let all: BTreeMap<String, String> = serde_json::from_str(all).expect("JSON");
-    let all = all.into_iter();
-    all.map(|(name, hex)| (name, bytes(&hex))).collect()
+    static ALL: LazyLock<Vec<(String, Vec<u8>)>> = LazyLock::new(|| {
+        let all = include_str!("../../../../tests/fixtures/wire/vllm-0.31.json");
+        let all: BTreeMap<String, String> = serde_json::from_str(all).expect("JSON");
+        let all = all.into_iter();
+        all.map(|(name, hex)| (name, bytes(&hex))).collect()
+    });
+    ALL.clone()
 }

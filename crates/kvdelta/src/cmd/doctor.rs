@@ -8,19 +8,20 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::Args;
 use reqwest::blocking::Client;
 
 use crate::doctor::check::doctor;
-use crate::doctor::discovery::{self, Entry, Wanted};
+use crate::doctor::discovery::{self, Wanted};
 use crate::doctor::facts::{Deployment, Frontend};
 use crate::doctor::finding::exit_code;
+use crate::doctor::http;
 use crate::doctor::metrics::{self, Samples};
-use crate::doctor::{etcd, files, http};
-use crate::render;
+use crate::doctor::store::{Store, address};
+use crate::render::{self, say};
 
 /// How often a watch says that it still runs.
 const REPEAT: Duration = Duration::from_secs(5);
@@ -75,14 +76,6 @@ pub(crate) struct Options {
     json: bool,
 }
 
-/// Any address but an empty one; the rest shows when it is read.
-fn address(text: &str) -> Result<String, String> {
-    match text.trim() {
-        "" => Err("an address is empty".to_owned()),
-        _ => Ok(text.to_owned()),
-    }
-}
-
 /// Runs the command.
 pub(crate) fn run(options: &Options) -> ExitCode {
     match examine(options) {
@@ -112,68 +105,9 @@ fn examine(options: &Options) -> Result<u8> {
     Ok(exit_code(&findings))
 }
 
-/// Where discovery is.
-#[derive(Debug, PartialEq, Eq)]
-enum Store {
-    Files(PathBuf),
-    Etcd(Vec<String>),
-    /// One that cannot be read from outside.
-    Other(String),
-}
-
-impl Store {
-    /// By options, else by the variables that Dynamo reads, with its defaults.
-    fn choose(options: &Options, variable: impl Fn(&str) -> Option<String>) -> Self {
-        if let Some(folder) = &options.file_kv {
-            return Self::Files(folder.clone());
-        }
-        if !options.etcd.is_empty() {
-            return Self::Etcd(options.etcd.clone());
-        }
-        match variable("DYN_DISCOVERY_BACKEND").as_deref() {
-            Some("file") => Self::Files(
-                variable("DYN_FILE_KV")
-                    .map_or_else(|| env::temp_dir().join("dynamo_store_kv"), PathBuf::from),
-            ),
-            None | Some("etcd") => {
-                let endpoints = variable("ETCD_ENDPOINTS")
-                    .unwrap_or_else(|| "http://localhost:2379".to_owned());
-                Self::Etcd(endpoints.split(',').map(str::to_owned).collect())
-            }
-            Some(other) => Self::Other(other.to_owned()),
-        }
-    }
-
-    fn name(&self) -> String {
-        match self {
-            Self::Files(folder) => format!("files {}", folder.display()),
-            Self::Etcd(endpoints) => {
-                let shown: Vec<String> = endpoints.iter().map(|url| http::shown(url)).collect();
-                format!("etcd {}", shown.join(","))
-            }
-            Self::Other(backend) => format!("back end {backend}"),
-        }
-    }
-
-    fn read(&self, client: &Client) -> Result<Vec<Entry>> {
-        match self {
-            Self::Files(folder) => files::read(folder, SystemTime::now()),
-            Self::Etcd(endpoints) => {
-                let login = env::var("ETCD_AUTH_USERNAME")
-                    .ok()
-                    .zip(env::var("ETCD_AUTH_PASSWORD").ok())
-                    .map(|(name, password)| etcd::Login { name, password });
-                etcd::read(client, endpoints, login.as_ref())
-            }
-            Self::Other(backend) => {
-                bail!("DYN_DISCOVERY_BACKEND={backend} cannot be read here, only file and etcd")
-            }
-        }
-    }
-}
-
 fn read_discovery(options: &Options, client: &Client) -> Deployment {
-    let store = Store::choose(options, |name| env::var(name).ok());
+    let file_kv = options.file_kv.as_deref();
+    let store = Store::choose(file_kv, &options.etcd, |name| env::var(name).ok());
     let wanted = Wanted {
         namespace: options.namespace.clone(),
         model: options.model.clone(),
@@ -283,11 +217,6 @@ fn scrape(client: &Client, urls: &[String]) -> Scrapes {
         .collect()
 }
 
-/// A line on standard error; without one there is nobody to tell.
-fn say(line: &str) {
-    let _ = writeln!(io::stderr(), "{}", render::plain(line));
-}
-
 /// Sleeps, and says on standard error how far it is.
 fn wait(seconds: u64) {
     let start = Instant::now();
@@ -301,73 +230,5 @@ fn wait(seconds: u64) {
             start.elapsed().as_secs()
         ));
         thread::sleep(left.min(REPEAT));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::Parser;
-
-    #[derive(Debug, Parser)]
-    struct Cli {
-        #[command(flatten)]
-        options: Options,
-    }
-
-    fn store(arguments: &[&str], variables: &[(&str, &str)]) -> Store {
-        let arguments = ["doctor"].iter().chain(arguments);
-        let cli = Cli::try_parse_from(arguments).unwrap();
-        Store::choose(&cli.options, |name| {
-            let found = variables.iter().find(|(known, _)| *known == name)?;
-            Some(found.1.to_owned())
-        })
-    }
-
-    #[test]
-    fn discovery_is_where_dynamo_would_look() {
-        let etcd = |urls: &[&str]| Store::Etcd(urls.iter().map(|url| (*url).to_owned()).collect());
-        type Case<'a> = (&'a [&'a str], &'a [(&'a str, &'a str)], Store);
-        let cases: &[Case<'_>] = &[
-            (&[], &[], etcd(&["http://localhost:2379"])),
-            (
-                &[],
-                &[("ETCD_ENDPOINTS", "http://a:1,http://b:2")],
-                etcd(&["http://a:1", "http://b:2"]),
-            ),
-            // Dynamo's back end is etcd though the folder is set.
-            (
-                &[],
-                &[("DYN_FILE_KV", "/kv")],
-                etcd(&["http://localhost:2379"]),
-            ),
-            (
-                &[],
-                &[("DYN_DISCOVERY_BACKEND", "file"), ("DYN_FILE_KV", "/kv")],
-                Store::Files("/kv".into()),
-            ),
-            (
-                &["--file-kv", "/mine"],
-                &[("DYN_DISCOVERY_BACKEND", "etcd")],
-                Store::Files("/mine".into()),
-            ),
-            (
-                &["--etcd", "a:1,b:2"],
-                &[("DYN_DISCOVERY_BACKEND", "file")],
-                etcd(&["a:1", "b:2"]),
-            ),
-            (
-                &[],
-                &[("DYN_DISCOVERY_BACKEND", "mem")],
-                Store::Other("mem".to_owned()),
-            ),
-        ];
-        for (arguments, variables, expected) in cases {
-            assert_eq!(
-                store(arguments, variables),
-                *expected,
-                "{arguments:?} {variables:?}"
-            );
-        }
     }
 }

@@ -3,3 +3,4 @@
 //! The commands: each parses its options, calls, shows.
 
 pub(crate) mod doctor;
+pub(crate) mod observe;

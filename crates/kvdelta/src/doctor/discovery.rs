@@ -40,11 +40,14 @@ enum Record {
     },
     EventSource {
         topic: String,
+        scope: Option<Scope>,
+        publisher_id: Option<u64>,
         #[serde(default)]
         metadata: SourceMetadata,
     },
     EventChannel {
         topic: String,
+        instance_id: Option<u64>,
         transport: Transport,
     },
     #[serde(other)]
@@ -66,6 +69,25 @@ struct RankId {
 #[derive(Debug, Deserialize)]
 struct Transport {
     kind: String,
+    config: Option<TransportConfig>,
+}
+
+#[derive(Debug, Deserialize)]
+struct TransportConfig {
+    endpoint: Option<String>,
+}
+
+/// Whose events: those of an endpoint are in it, those of a component stand beside.
+#[derive(Debug, Deserialize)]
+struct Scope {
+    endpoint: Option<ScopeNames>,
+    #[serde(flatten)]
+    names: ScopeNames,
+}
+
+#[derive(Debug, Clone, Default, Deserialize)]
+struct ScopeNames {
+    component: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -170,12 +192,16 @@ pub(crate) fn deployment(entries: &[Entry], wanted: &Wanted) -> Deployment {
                     deployment.left_out.insert(name);
                 }
             }
-            Record::EventSource { topic, metadata } if topic == "kv-events" => {
+            Record::EventSource {
+                topic, metadata, ..
+            } if topic == "kv-events" => {
                 if let Some(RankId { worker_id, dp_rank }) = metadata.worker {
                     sources.entry(worker_id).or_default().insert(dp_rank);
                 }
             }
-            Record::EventChannel { topic, transport } if topic == "kv-events" => {
+            Record::EventChannel {
+                topic, transport, ..
+            } if topic == "kv-events" => {
                 deployment.event_planes.insert(transport.kind);
             }
             Record::EventSource { .. } | Record::EventChannel { .. } | Record::Other => {}
@@ -186,6 +212,67 @@ pub(crate) fn deployment(entries: &[Entry], wanted: &Wanted) -> Deployment {
         worker.event_source_ranks = sources.remove(&worker.instance_id).unwrap_or_default();
     }
     deployment
+}
+
+/// Who publishes the KV events of a rank, and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Publisher {
+    pub(crate) id: u64,
+    pub(crate) component: Option<String>,
+    pub(crate) worker_id: u64,
+    pub(crate) dp_rank: u32,
+    /// The kind of its transport (`Zmq`, `ZmqBroker`, `Nats`); `None`: not registered.
+    pub(crate) transport: Option<String>,
+    /// Where it publishes, if not by a broker.
+    pub(crate) endpoint: Option<String>,
+}
+
+/// The publishers of KV events among the records, by worker and rank.
+pub(crate) fn publishers(entries: &[Entry]) -> Vec<Publisher> {
+    let mut channels = BTreeMap::new();
+    let mut publishers = Vec::new();
+    for entry in entries {
+        if entry.age_seconds.is_some_and(|age| age > STALE_SECONDS) {
+            continue;
+        }
+        match serde_json::from_slice(&entry.value) {
+            Ok(Record::EventSource {
+                topic,
+                scope,
+                publisher_id: Some(id),
+                metadata: SourceMetadata { worker: Some(rank) },
+            }) if topic == "kv-events" => {
+                let Ok(dp_rank) = u32::try_from(rank.dp_rank) else {
+                    continue;
+                };
+                publishers.push(Publisher {
+                    id,
+                    component: scope
+                        .and_then(|scope| scope.endpoint.unwrap_or(scope.names).component),
+                    worker_id: rank.worker_id,
+                    dp_rank,
+                    transport: None,
+                    endpoint: None,
+                });
+            }
+            Ok(Record::EventChannel {
+                topic,
+                instance_id: Some(id),
+                transport,
+            }) if topic == "kv-events" => {
+                channels.insert(id, transport);
+            }
+            _ => {}
+        }
+    }
+    for publisher in &mut publishers {
+        if let Some(transport) = channels.remove(&publisher.id) {
+            publisher.transport = Some(transport.kind);
+            publisher.endpoint = transport.config.and_then(|config| config.endpoint);
+        }
+    }
+    publishers.sort_by_key(|publisher| (publisher.worker_id, publisher.dp_rank, publisher.id));
+    publishers
 }
 
 fn is_any_or(wanted: &Option<String>, value: &str) -> bool {

@@ -12,3 +12,4 @@ pub(crate) mod http;
 pub(crate) mod limit;
 pub(crate) mod metrics;
 pub(crate) mod prometheus;
+pub(crate) mod store;

@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! How long a query takes: from tokens, from hashes, and what hashing alone takes.
+
+use std::collections::BTreeMap;
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use kvdelta_indexer::{BlockHash, PromptOf, block_hashes};
+use serde::Serialize;
+
+use crate::contender::{Contender, Found, Reader, Watch, load, peers_hashes};
+use crate::data::{Data, Recording, diverging, size};
+use crate::oracle::{Oracle, Overlaps};
+use crate::progress::Progress;
+use crate::spread::Spread;
+
+/// How deep the deepest match of a prompt is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Depth {
+    /// No block.
+    None,
+    /// Half of the blocks.
+    Half,
+    /// All blocks.
+    Full,
+    /// As the data has it.
+    Mixed,
+}
+
+impl Depth {
+    /// Most of the fastest peer's time from tokens to overlaps.
+    pub fn goal(self) -> Option<f64> {
+        match self {
+            Self::None => Some(0.1),
+            Self::Half => Some(0.6),
+            Self::Full => Some(0.8),
+            Self::Mixed => None,
+        }
+    }
+
+    /// Its name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Half => "half",
+            Self::Full => "full",
+            Self::Mixed => "as is",
+        }
+    }
+}
+
+/// Prompts that are asked alike.
+#[derive(Debug)]
+struct Case {
+    name: String,
+    depth: Depth,
+    prompts: Vec<Vec<u32>>,
+}
+
+/// One index's times, in nanoseconds a query.
+#[derive(Debug, Serialize)]
+pub struct Times {
+    /// Tokens to overlaps.
+    pub query: Spread,
+    /// Hashes to overlaps.
+    pub matching: Spread,
+    /// Answers that differ from the oracle's, of one for each prompt.
+    pub wrong: usize,
+    #[serde(skip)]
+    query_rounds: Vec<f64>,
+    #[serde(skip)]
+    matching_rounds: Vec<f64>,
+}
+
+/// What was measured for one kind of prompt.
+#[derive(Debug, Serialize)]
+pub struct Row {
+    /// What the prompts are of.
+    pub name: String,
+    /// How deep they match.
+    pub depth: Depth,
+    /// How many there are.
+    pub prompts: usize,
+    /// Their mean length.
+    pub mean_tokens: usize,
+    /// The peers' hashing of the whole prompt, in nanoseconds.
+    pub peers_hashing: Spread,
+    /// Ours of the whole prompt, in nanoseconds.
+    pub our_hashing: Spread,
+    /// By index.
+    pub times: BTreeMap<Contender, Times>,
+    /// Ours as part of the fastest peer's, tokens to overlaps.
+    pub query_ratio: Option<Ratio>,
+    /// Ours as part of the fastest peer's, hashes to overlaps.
+    pub matching_ratio: Option<Ratio>,
+}
+
+/// Ours beside the best peer's.
+#[derive(Debug, Serialize)]
+pub struct Ratio {
+    /// The peer with the best median.
+    pub peer: Contender,
+    /// Ours by the peer's, round by round.
+    pub ratio: Spread,
+    /// What is aimed at.
+    pub goal: Option<f64>,
+}
+
+/// What to measure.
+#[derive(Debug)]
+pub struct Plan {
+    /// The indexes.
+    pub contenders: Vec<Contender>,
+    /// Rounds, in each of which every index has its turn.
+    pub rounds: usize,
+    /// How long one index is asked in one round.
+    pub turn: Duration,
+    /// What each set of indexes holds.
+    pub loads: Vec<Vec<Data>>,
+}
+
+/// Asks for every prompt of the plan.
+pub fn run(plan: &Plan, progress: &mut Progress) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for data in &plan.loads {
+        rows.extend(run_load(plan, data, progress)?);
+    }
+    Ok(rows)
+}
+
+fn cases(data: &[Data]) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for data in data {
+        match data {
+            Data::Prompts { blocks, .. } => {
+                let held = data.prompts(usize::MAX);
+                for (depth, kept) in [
+                    (Depth::None, 0),
+                    (Depth::Half, blocks / 2),
+                    (Depth::Full, *blocks),
+                ] {
+                    let prompts = held.iter().map(|prompt| diverging(prompt, kept));
+                    cases.push(Case {
+                        name: data.name().to_owned(),
+                        depth,
+                        prompts: prompts.collect(),
+                    });
+                }
+            }
+            _ => cases.push(Case {
+                name: data.name().to_owned(),
+                depth: Depth::Mixed,
+                prompts: data.prompts(32),
+            }),
+        }
+    }
+    cases
+}
+
+fn run_load(plan: &Plan, data: &[Data], progress: &mut Progress) -> Result<Vec<Row>> {
+    let names: Vec<_> = data.iter().map(Data::name).collect();
+    let names = names.join(" and ");
+    let recording = Recording::of(data);
+    let mut loaded = Vec::new();
+    for contender in &plan.contenders {
+        progress.say(|| format!("query: {contender} is loaded with {names}"));
+        let way = contender.ways()[0];
+        loaded.push((
+            *contender,
+            load(*contender, way, &recording, &mut Unwatched),
+        ));
+    }
+    let mut rows = Vec::new();
+    for case in cases(data) {
+        progress.say(|| format!("query: answers of {names} are compared"));
+        let oracle = Oracle::of(&case.prompts, |sink| recording.steps(sink));
+        rows.push(run_case(plan, &case, &oracle, &loaded, progress)?);
+    }
+    Ok(rows)
+}
+
+fn run_case(
+    plan: &Plan,
+    case: &Case,
+    oracle: &Oracle,
+    loaded: &[(Contender, Box<dyn Reader>)],
+    progress: &mut Progress,
+) -> Result<Row> {
+    let hashes: Vec<Vec<BlockHash>> = case.prompts.iter().map(|p| hashes(p)).collect();
+    let mut times = BTreeMap::new();
+    for (contender, index) in loaded {
+        let wrong = wrong(index.as_ref(), &case.prompts, &hashes, &oracle.expected);
+        check(*contender, wrong, &case.name)?;
+        times.insert(
+            *contender,
+            Times {
+                query: Spread::default(),
+                matching: Spread::default(),
+                wrong,
+                query_rounds: Vec::new(),
+                matching_rounds: Vec::new(),
+            },
+        );
+    }
+    let mut peers_hashing = Vec::new();
+    let mut our_hashing = Vec::new();
+    for round in 0..plan.rounds {
+        progress.say(|| {
+            let (name, depth) = (&case.name, case.depth.name());
+            format!(
+                "query: {name} {depth}, round {} of {}",
+                round + 1,
+                plan.rounds
+            )
+        });
+        peers_hashing.push(asked(plan.turn, &case.prompts, peers_hashes));
+        our_hashing.push(asked(plan.turn, &case.prompts, self::hashes));
+        for turn in 0..loaded.len() {
+            let (contender, index) = &loaded[(turn + round) % loaded.len()];
+            let query = asked(plan.turn, &case.prompts, |p| index.find_tokens(p));
+            let matching = matched(plan.turn, index.as_ref(), &hashes);
+            if let Some(times) = times.get_mut(contender) {
+                times.query_rounds.push(query);
+                times.matching_rounds.push(matching);
+            }
+        }
+    }
+    for times in times.values_mut() {
+        times.query = Spread::of(&times.query_rounds);
+        times.matching = Spread::of(&times.matching_rounds);
+    }
+    let tokens: usize = case.prompts.iter().map(Vec::len).sum();
+    Ok(Row {
+        name: case.name.clone(),
+        depth: case.depth,
+        prompts: case.prompts.len(),
+        mean_tokens: tokens / case.prompts.len().max(1),
+        peers_hashing: Spread::of(&peers_hashing),
+        our_hashing: Spread::of(&our_hashing),
+        query_ratio: ratio(&times, |times| &times.query_rounds, case.depth.goal()),
+        matching_ratio: ratio(
+            &times,
+            |times| &times.matching_rounds,
+            case.depth.goal().map(|_| 1.0),
+        ),
+        times,
+    })
+}
+
+fn ratio(
+    times: &BTreeMap<Contender, Times>,
+    of: impl Fn(&Times) -> &Vec<f64>,
+    goal: Option<f64>,
+) -> Option<Ratio> {
+    let ours = times.get(&Contender::Kvdelta)?;
+    let median = |times: &Times| Spread::of(of(times)).median;
+    // An index with wrong answers is no measure.
+    let peers = times
+        .iter()
+        .filter(|(contender, times)| **contender != Contender::Kvdelta && times.wrong == 0);
+    let (peer, theirs) = peers.min_by(|a, b| median(a.1).total_cmp(&median(b.1)))?;
+    Some(Ratio {
+        peer: *peer,
+        ratio: Spread::of_ratios(of(ours), of(theirs)),
+        goal,
+    })
+}
+
+/// The hashes of a whole prompt, by ours.
+pub fn hashes(prompt: &[u32]) -> Vec<BlockHash> {
+    block_hashes(prompt, size(), PromptOf::default())
+}
+
+/// Answers of `index` that are not the expected ones, each asked in both ways.
+pub fn wrong(
+    index: &dyn Reader,
+    prompts: &[Vec<u32>],
+    hashes: &[Vec<BlockHash>],
+    expected: &[Overlaps],
+) -> usize {
+    let answers = prompts.iter().zip(hashes).zip(expected);
+    let wrong = answers.filter(|((prompt, hashes), expected)| {
+        let from_tokens = index.find_tokens(prompt);
+        let from_hashes = index.find(&mut index.input(hashes));
+        from_tokens.overlaps() != **expected || from_hashes.overlaps() != **expected
+    });
+    wrong.count()
+}
+
+/// Wrong answers of ours are an error, those of peers a remark.
+pub fn check(contender: Contender, wrong: usize, data: &str) -> Result<()> {
+    if wrong > 0 {
+        ensure!(
+            contender != Contender::Kvdelta,
+            "kvdelta: {wrong} answers about {data} differ from the oracle's"
+        );
+        eprintln!("{contender}: {wrong} answers about {data} differ from the oracle's");
+    }
+    Ok(())
+}
+
+/// Nanoseconds of `ask` for one prompt, all of them asked in turn for at least `turn`.
+///
+/// The median of the passes, so that one in which another program had the processor does not count.
+fn asked<T>(turn: Duration, prompts: &[Vec<u32>], mut ask: impl FnMut(&[u32]) -> T) -> f64 {
+    let began = Instant::now();
+    let mut passes = Vec::new();
+    while passes.is_empty() || began.elapsed() < turn {
+        let start = Instant::now();
+        for prompt in prompts {
+            black_box(ask(black_box(prompt)));
+        }
+        passes.push(nanoseconds(start.elapsed(), prompts.len()));
+    }
+    Spread::of(&passes).median
+}
+
+/// As `asked`, from hashes; the copies that an index may use up are made outside of the time.
+fn matched(turn: Duration, index: &dyn Reader, hashes: &[Vec<BlockHash>]) -> f64 {
+    let began = Instant::now();
+    let mut passes = Vec::new();
+    while passes.is_empty() || began.elapsed() < turn {
+        let mut inputs: Vec<_> = hashes.iter().map(|hashes| index.input(hashes)).collect();
+        let start = Instant::now();
+        for input in &mut inputs {
+            let found: Found = index.find(black_box(input));
+            black_box(found);
+        }
+        passes.push(nanoseconds(start.elapsed(), inputs.len()));
+    }
+    Spread::of(&passes).median
+}
+
+/// Nanoseconds a piece.
+fn nanoseconds(spent: Duration, pieces: usize) -> f64 {
+    let pieces = u32::try_from(pieces).map_or(f64::INFINITY, f64::from);
+    spent.as_secs_f64() * 1e9 / pieces
+}
+
+/// Loading that nobody looks at.
+struct Unwatched;
+
+impl Watch for Unwatched {
+    fn watch<R: Reader + Sync>(&mut self, _: &R, write: impl FnOnce()) {
+        write();
+    }
+
+    fn watch_alone(&mut self, write: impl FnOnce()) {
+        write();
+    }
+}

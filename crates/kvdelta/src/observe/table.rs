@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! A snapshot as text.
+
+use std::fmt::Write as _;
+
+use super::snapshot::{DeviceLine, OverlapLine, PromptLine, RankLine, Snapshot};
+use crate::render::plain;
+
+/// A table: names of the columns with the side that their values stand on, and the rows.
+struct Table<const N: usize> {
+    columns: [(&'static str, Side); N],
+    rows: Vec<[String; N]>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Left,
+    Right,
+}
+
+use Side::{Left, Right};
+
+/// The snapshot as text.
+pub(crate) fn text(snapshot: &Snapshot) -> String {
+    let mut text = String::new();
+    // Writing to a String cannot fail.
+    let _ = writeln!(text, "{}", head(snapshot));
+    let _ = writeln!(text, "{}", device(&snapshot.device));
+    text.push('\n');
+    text.push_str(&ranks(&snapshot.ranks));
+    for prompt in &snapshot.prompts {
+        let _ = writeln!(text, "\n{}", prompt_head(prompt));
+        text.push_str(&overlaps(&prompt.overlaps));
+    }
+    text
+}
+
+/// The first `lines` lines of `columns` columns, as a terminal shows them; the last says what is cut.
+pub(crate) fn fit(text: &str, lines: usize, columns: usize) -> String {
+    let all = text.lines().count();
+    let shown = if all > lines {
+        lines.saturating_sub(1)
+    } else {
+        all
+    };
+    let mut fitted = String::new();
+    for line in text.lines().take(shown) {
+        fitted.extend(line.chars().take(columns));
+        fitted.push('\n');
+    }
+    if all > shown {
+        let more = format!("... {} more lines (--json has all)", all - shown);
+        fitted.extend(more.chars().take(columns));
+        fitted.push('\n');
+    }
+    fitted
+}
+
+fn head(snapshot: &Snapshot) -> String {
+    let mut head = format!(
+        "{}  {}, blocks of {} tokens",
+        clock(snapshot.time_ms),
+        counted(snapshot.ranks.len(), "rank"),
+        snapshot.block_size_tokens
+    );
+    let incomplete = snapshot
+        .ranks
+        .iter()
+        .filter(|rank| rank.reason.is_some())
+        .count();
+    if incomplete > 0 {
+        head.push_str(&format!("; {incomplete} not complete"));
+    }
+    if snapshot.messages_lost > 0 {
+        head.push_str(&format!("; {} messages lost", snapshot.messages_lost));
+    }
+    let skipped: u64 = snapshot.events_skipped.values().sum();
+    if skipped > 0 {
+        let reasons = snapshot.events_skipped.keys();
+        let reasons: Vec<String> = reasons.map(|reason| reason.replace('_', " ")).collect();
+        head.push_str(&format!(
+            "; {skipped} events skipped ({})",
+            reasons.join(", ")
+        ));
+    }
+    head
+}
+
+fn device(device: &DeviceLine) -> String {
+    let DeviceLine {
+        held_blocks: held,
+        distinct_blocks: distinct,
+        repeated_blocks: repeated,
+        ..
+    } = device;
+    let share = device.repeated_share.map_or_else(String::new, |share| {
+        format!(", {repeated} ({}) held twice", percent(share))
+    });
+    format!("device memory: {held} blocks, {distinct} distinct{share}")
+}
+
+fn ranks(ranks: &[RankLine]) -> String {
+    let table = Table {
+        columns: [
+            ("worker", Left),
+            ("rank", Right),
+            ("device", Right),
+            ("host", Right),
+            ("disk", Right),
+            ("events/s", Right),
+            ("last event", Right),
+            ("lag", Right),
+            ("seq", Right),
+            ("trust", Left),
+        ],
+        rows: ranks
+            .iter()
+            .map(|rank| {
+                let trust = rank.trust.replace('_', " ");
+                let reason = rank.reason.map(|reason| reason.replace('_', " "));
+                [
+                    plain(&rank.worker),
+                    rank.dp_rank.to_string(),
+                    rank.device_blocks.to_string(),
+                    rank.host_blocks.to_string(),
+                    rank.disk_blocks.to_string(),
+                    or_dash(rank.events_per_second.map(|rate| format!("{rate:.1}"))),
+                    or_dash(rank.last_event_age_seconds.map(duration)),
+                    or_dash(rank.lag_seconds.map(duration)),
+                    or_dash(rank.sequence.map(|sequence| sequence.to_string())),
+                    match reason {
+                        Some(reason) => format!("{trust}: {reason}"),
+                        None => trust,
+                    },
+                ]
+            })
+            .collect(),
+    };
+    table.text()
+}
+
+fn prompt_head(prompt: &PromptLine) -> String {
+    format!(
+        "prompt {}: {} tokens, {}",
+        prompt.prompt,
+        prompt.tokens,
+        counted(prompt.blocks, "whole block")
+    )
+}
+
+fn overlaps(overlaps: &[OverlapLine]) -> String {
+    let table = Table {
+        columns: [
+            ("worker", Left),
+            ("rank", Right),
+            ("overlap", Right),
+            ("tokens", Right),
+            ("share", Right),
+            ("host", Right),
+            ("disk", Right),
+        ],
+        rows: overlaps
+            .iter()
+            .map(|overlap| {
+                [
+                    plain(&overlap.worker),
+                    overlap.dp_rank.to_string(),
+                    overlap.device_blocks.to_string(),
+                    overlap.device_tokens.to_string(),
+                    or_dash(overlap.device_share.map(percent)),
+                    overlap.host_blocks.to_string(),
+                    overlap.disk_blocks.to_string(),
+                ]
+            })
+            .collect(),
+    };
+    table.text()
+}
+
+impl<const N: usize> Table<N> {
+    fn text(&self) -> String {
+        let names = self.columns.map(|(name, _)| name.to_owned());
+        let rows = || std::iter::once(&names).chain(&self.rows);
+        let mut widths = [0; N];
+        for row in rows() {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = (*width).max(cell.chars().count());
+            }
+        }
+        let mut text = String::new();
+        for row in rows() {
+            let cells = row.iter().zip(widths).zip(self.columns);
+            let cells = cells.map(|((cell, width), (_, side))| match side {
+                Left => format!("{cell:<width$}"),
+                Right => format!("{cell:>width$}"),
+            });
+            let line = cells.collect::<Vec<_>>().join("  ");
+            text.push_str(line.trim_end());
+            text.push('\n');
+        }
+        text
+    }
+}
+
+fn counted(count: usize, what: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {what}{plural}")
+}
+
+fn or_dash(value: Option<String>) -> String {
+    value.unwrap_or_else(|| "-".to_owned())
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", share * 100.0)
+}
+
+/// Three digits or so.
+fn duration(seconds: f64) -> String {
+    if seconds < 1.0 {
+        format!("{:.0} ms", seconds * 1000.0)
+    } else if seconds < 100.0 {
+        format!("{seconds:.1} s")
+    } else if seconds < 7200.0 {
+        format!("{:.0} min", seconds / 60.0)
+    } else {
+        format!("{:.0} h", seconds / 3600.0)
+    }
+}
+
+/// Time of day.
+fn clock(time_ms: u64) -> String {
+    let seconds = time_ms / 1000;
+    let (hours, minutes) = (seconds / 3600 % 24, seconds / 60 % 60);
+    format!("{hours:02}:{minutes:02}:{:02} UTC", seconds % 60)
+}
+
+#[cfg(test)]
+mod tests;
