@@ -27,6 +27,7 @@ const READ_AHEAD: usize = 1024;
 /// The client gives a broker up that misses two of these.
 const PING: Duration = Duration::from_secs(5);
 const CONNECT: Duration = Duration::from_secs(5);
+const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(4);
 
 /// Whose events are wanted.
@@ -148,67 +149,80 @@ impl NatsFeed {
     }
 
     async fn run(&self, mut tap: Tap) {
-        let mut wait = Duration::from_millis(100);
-        let (events, mut heard) = mpsc::channel(256);
-        let mut subscription = loop {
-            let error = tokio::select! {
-                connected = self.connect(events.clone()) => match connected {
-                    Ok(subscription) => break subscription,
-                    Err(error) => error,
-                },
+        let mut wait = FIRST_WAIT;
+        loop {
+            let (events, heard) = mpsc::channel(256);
+            let connected = tokio::select! {
+                connected = self.connect(events) => connected,
                 () = tap.closed() => return,
             };
-            tracing::warn!(server = %self.shown, error, ?wait, "no NATS broker for KV events");
-            tokio::select! {
-                () = sleep(wait) => wait = (wait * 2).min(LONGEST_WAIT),
-                () = tap.closed() => return,
-            }
-        };
-        tracing::info!(server = %self.shown, subject = %self.subject, "subscribed to KV events");
-        // The client's own first event may have come or not.
-        let mut connected = true;
-        if !tap.tell(Signal::Connected).await {
-            return;
-        }
-        loop {
-            tokio::select! {
-                biased;
-                Some(event) = heard.recv() => {
-                    let listened = match event {
-                        Event::Connected if !connected => {
-                            connected = true;
-                            // Its subscriptions are sent anew before anything else.
-                            let flushed = subscription.client.flush().await;
-                            tracing::info!(server = %self.shown, ok = flushed.is_ok(), "NATS is back");
-                            tap.tell(Signal::Connected).await
-                        }
-                        Event::Disconnected => {
-                            connected = false;
-                            tracing::warn!(server = %self.shown, "lost the NATS broker of KV events");
-                            tap.tell(Signal::Disconnected).await
-                        }
-                        Event::SlowConsumer(_) => {
-                            tap.lost();
-                            true
-                        }
-                        other => {
-                            tracing::debug!(server = %self.shown, %other, "NATS");
-                            true
-                        }
-                    };
+            match connected {
+                Ok(subscription) => {
+                    wait = FIRST_WAIT;
+                    tracing::info!(server = %self.shown, subject = %self.subject, "subscribed to KV events");
+                    let listened = tap.tell(Signal::Connected).await
+                        && self.hear(subscription, heard, &mut tap).await
+                        && tap.tell(Signal::Disconnected).await;
                     if !listened {
                         return;
                     }
                 }
+                Err(error) => {
+                    tracing::warn!(server = %self.shown, error, ?wait, "no NATS broker for KV events");
+                }
+            }
+            tokio::select! {
+                () = sleep(wait) => wait = (wait * 2).min(LONGEST_WAIT),
+                () = tap.closed() => return,
+            }
+        }
+    }
+
+    /// Hands on what comes until the client gives up; `false`: nobody listens any more.
+    async fn hear(
+        &self,
+        mut subscription: Subscription,
+        mut heard: mpsc::Receiver<Event>,
+        tap: &mut Tap,
+    ) -> bool {
+        // The client's own first event may have come or not.
+        let mut is_up = true;
+        loop {
+            let listened = tokio::select! {
+                biased;
+                Some(event) = heard.recv() => match event {
+                    Event::Connected if !is_up => {
+                        is_up = true;
+                        // Its subscriptions are sent anew before anything else.
+                        let flushed = subscription.client.flush().await;
+                        tracing::info!(server = %self.shown, ok = flushed.is_ok(), "NATS is back");
+                        tap.tell(Signal::Connected).await
+                    }
+                    Event::Disconnected => {
+                        is_up = false;
+                        tracing::warn!(server = %self.shown, "lost the NATS broker of KV events");
+                        tap.tell(Signal::Disconnected).await
+                    }
+                    Event::SlowConsumer(_) => {
+                        tap.lost();
+                        true
+                    }
+                    other => {
+                        tracing::debug!(server = %self.shown, %other, "NATS");
+                        true
+                    }
+                },
                 message = subscription.subscriber.next() => match message {
                     Some(Message { payload, .. }) => {
                         tap.offer(Frame::Dynamo { envelope: payload });
+                        true
                     }
-                    None => return,
+                    None => return true,
                 },
-                listened = tap.tell_dropped() => if !listened {
-                    return;
-                },
+                listened = tap.tell_dropped() => listened,
+            };
+            if !listened {
+                return false;
             }
         }
     }

@@ -363,6 +363,7 @@ async fn listen(
     mut tap: Tap,
 ) {
     let mut wait = timing.first_wait;
+    let mut failures: u64 = 0;
     loop {
         let connected = tokio::select! {
             connected = connect(endpoint, topic, timing) => connected,
@@ -371,7 +372,7 @@ async fn listen(
         match connected {
             Ok(connection) => {
                 tracing::info!(endpoint, topic, "connected to the publisher of KV events");
-                wait = timing.first_wait;
+                (wait, failures) = (timing.first_wait, 0);
                 if !tap.tell(Signal::Connected).await {
                     return;
                 }
@@ -381,7 +382,12 @@ async fn listen(
                     return;
                 }
             }
-            Err(error) => tracing::debug!(endpoint, %error, ?wait, "no publisher of KV events"),
+            Err(error) => {
+                failures += 1;
+                if failures.is_power_of_two() {
+                    tracing::warn!(endpoint, %error, failures, "no publisher of KV events");
+                }
+            }
         }
         // No jitter: every publisher has its own address.
         tokio::select! {
@@ -414,13 +420,17 @@ async fn hear(
     read: &impl Fn(&ZmqMessage) -> Result<Frame, &'static str>,
     tap: &mut Tap,
 ) -> String {
+    let mut is_heard = false;
     loop {
         tokio::select! {
             received = connection.socket.recv() => match received {
-                Ok(message) => match read(&message) {
-                    Ok(frame) => tap.offer(frame),
-                    Err(why) => tap.malformed(why),
-                },
+                Ok(message) => {
+                    is_heard = true;
+                    match read(&message) {
+                        Ok(frame) => tap.offer(frame),
+                        Err(why) => tap.malformed(why),
+                    }
+                }
                 Err(error) => return error.to_string(),
             },
             event = connection.events.next() => {
@@ -434,12 +444,15 @@ async fn hear(
             () = sleep(timing.silence) => {
                 // A host that came back knows nothing of this connection and resets it when something
                 // is sent; one that is gone takes no second connection.
-                let tested = match connection.socket.subscribe(topic).await {
-                    Ok(()) => connect(endpoint, topic, timing).await.map(drop),
+                let anew = match connection.socket.subscribe(topic).await {
+                    Ok(()) => connect(endpoint, topic, timing).await,
                     Err(error) => Err(error),
                 };
-                if let Err(error) = tested {
-                    return format!("silent, and {error}");
+                match anew {
+                    // The crate does not say if a first subscription failed.
+                    Ok(anew) if !is_heard => connection = anew,
+                    Ok(_) => {}
+                    Err(error) => return format!("silent, and {error}"),
                 }
                 if !tap.tell(Signal::Alive).await {
                     return "not needed any more".to_owned();

@@ -148,22 +148,44 @@ async fn a_silent_connection_is_tested_and_told_alive_until_the_publisher_is_gon
     let endpoint = format!("tcp://127.0.0.1:{port}");
     socket.bind(&endpoint).await.unwrap();
     let timing = Timing {
-        silence: Duration::from_millis(20),
+        silence: Duration::from_millis(100),
         ..QUICK
     };
     let mut outlet = listen(feed(port, None, timing), Limits::default());
     assert!(matches!(next(&mut outlet).await, Signal::Connected));
     assert!(matches!(next(&mut outlet).await, Signal::Alive));
     assert!(matches!(next(&mut outlet).await, Signal::Alive));
-    // Subscribed more than once by now, and still told once.
-    socket.send(batch(0)).await.unwrap();
-    let mut seqs = Vec::new();
-    while seqs.is_empty() {
+    // Until something came over it, the connection is made anew each time.
+    let mut sent = 0;
+    let mut heard = Vec::new();
+    while heard.is_empty() {
+        // A publisher does not say from when on it sends to a new subscriber.
+        sleep(Duration::from_millis(20)).await;
+        socket.send(batch(sent)).await.unwrap();
+        sent += 1;
         if let Signal::Frame(Frame::Engine { seq, .. }) = next(&mut outlet).await {
-            seqs.push(seq);
+            heard.push(seq);
         }
     }
-    assert!(matches!(next(&mut outlet).await, Signal::Alive));
+    // From then on it stays, subscribed more than once and told once.
+    let mut tests = 0;
+    while tests < 3 {
+        match next(&mut outlet).await {
+            Signal::Alive => tests += 1,
+            Signal::Frame(Frame::Engine { seq, .. }) => heard.push(seq),
+            other => panic!("{other:?}"),
+        }
+    }
+    socket.send(batch(sent)).await.unwrap();
+    while heard.last() != Some(&sent) {
+        if let Signal::Frame(Frame::Engine { seq, .. }) = next(&mut outlet).await {
+            heard.push(seq);
+        }
+    }
+    assert!(
+        heard.is_sorted() && heard.windows(2).all(|pair| pair[0] != pair[1]),
+        "{heard:?}"
+    );
     drop(socket);
     while !matches!(next(&mut outlet).await, Signal::Disconnected) {}
 }
