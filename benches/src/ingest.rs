@@ -5,7 +5,7 @@
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use cpu_time::ThreadTime;
@@ -19,7 +19,7 @@ use crate::progress::Progress;
 use crate::query::{check, hashes, wrong};
 use crate::spread::{Spread, percentile};
 
-/// Most latencies kept of one load.
+/// Latencies that there is room for at first; more of them cost the reader, not its latency.
 const LATENCIES: usize = 1 << 22;
 
 /// What was measured for one kind of data.
@@ -116,6 +116,8 @@ pub fn run(plan: &Plan, progress: &mut Progress) -> Result<Vec<Row>> {
 fn run_data(plan: &Plan, data: &Data, progress: &mut Progress) -> Result<Row> {
     let prompts = data.prompts(64);
     let hashes: Vec<_> = prompts.iter().map(|prompt| hashes(prompt)).collect();
+    // They are spread over the data in its order, so half of the way these are in.
+    let early = &hashes[..hashes.len().div_ceil(2)];
     let recording = Recording::of(std::slice::from_ref(data));
     let oracle = Oracle::of(&prompts, |sink| recording.steps(sink));
     let (events, blocks) = recording.size();
@@ -141,7 +143,7 @@ fn run_data(plan: &Plan, data: &Data, progress: &mut Progress) -> Result<Row> {
             load(contender, way, &recording, &mut alone);
             speed.alone_rounds.push(per_second(blocks, alone.seconds));
             let mut read = Watcher {
-                prompts: contender.serves_readers().then_some(hashes.as_slice()),
+                prompts: contender.serves_readers().then_some(early),
                 ..Watcher::default()
             };
             let index = load(contender, way, &recording, &mut read);
@@ -149,7 +151,7 @@ fn run_data(plan: &Plan, data: &Data, progress: &mut Progress) -> Result<Row> {
             speed.wrong += wrong;
             check(contender, wrong, data.name())?;
             if read.prompts.is_some() {
-                let queries = read.latencies.len();
+                let queries = read.queries;
                 speed.read_rounds.push(per_second(blocks, read.seconds));
                 if way == Way::Direct {
                     let processor = per_second(blocks, read.processor_seconds);
@@ -191,13 +193,12 @@ fn ratio(
     let ours = speeds
         .iter()
         .find(|speed| speed.contender == Contender::Kvdelta)?;
-    // Those that serve no readers have no rounds with one.
     let median = |speed: &Speed| Spread::of(of(speed)).median;
     // An index with wrong answers is no measure.
     let best = speeds
         .iter()
         .filter(|speed| speed.contender != Contender::Kvdelta)
-        .filter(|speed| !of(speed).is_empty() && speed.wrong == 0)
+        .filter(|speed| !median(speed).is_nan() && speed.wrong == 0)
         .reduce(|best, speed| {
             let (old, new) = (median(best), median(speed));
             if better(old, new) == old { best } else { speed }
@@ -239,6 +240,8 @@ struct Watcher<'a> {
     prompts: Option<&'a [Vec<BlockHash>]>,
     seconds: f64,
     processor_seconds: f64,
+    queries: usize,
+    /// Of the second half of the time, when what the reader asks for is in.
     latencies: Vec<u32>,
 }
 
@@ -261,18 +264,23 @@ impl Watch for Watcher<'_> {
                     if is_over.load(Ordering::Acquire) {
                         break;
                     }
-                    if latencies.len() < LATENCIES {
-                        latencies.push(u32::try_from(spent.as_nanos()).unwrap_or(u32::MAX));
-                    }
+                    let spent = u32::try_from(spent.as_nanos()).unwrap_or(u32::MAX);
+                    latencies.push((start, spent));
                 }
                 latencies
             });
             while !reads.load(Ordering::Acquire) {
                 thread::yield_now();
             }
+            let began = Instant::now();
             self.watch_alone(write);
             is_over.store(true, Ordering::Release);
-            self.latencies = reading.join().expect("the reader does not panic");
+            let half = began + Duration::from_secs_f64(self.seconds / 2.0);
+            let latencies = reading.join().expect("the reader does not panic");
+            let during = latencies.iter().filter(|(start, _)| *start >= began);
+            self.queries = during.count();
+            let late = latencies.iter().filter(|(start, _)| *start >= half);
+            self.latencies = late.map(|(_, spent)| *spent).collect();
         });
     }
 

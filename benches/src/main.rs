@@ -116,6 +116,8 @@ fn main() -> Result<()> {
         query: Vec::new(),
         ingest: Vec::new(),
         memory: Vec::new(),
+        // Fixed costs and short runs would decide.
+        judged: !options.quick,
         left_out: left_out(&options),
     };
     let caches = trace.as_ref().map(|trace| Data::Trace {

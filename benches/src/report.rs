@@ -27,6 +27,8 @@ pub struct Report {
     pub ingest: Vec<ingest::Row>,
     /// Bytes.
     pub memory: Vec<memory::Row>,
+    /// Whether the data is large enough to be held against the goals.
+    pub judged: bool,
     /// What was not measured, and why.
     pub left_out: Vec<String>,
 }
@@ -137,6 +139,23 @@ impl Report {
         }
     }
 
+    fn at_most(&self, value: f64, goal: f64) -> String {
+        self.verdict("≤", goal, value <= goal)
+    }
+
+    fn at_least(&self, value: f64, goal: f64) -> String {
+        self.verdict("≥", goal, value >= goal)
+    }
+
+    fn verdict(&self, sign: &str, goal: f64, is_met: bool) -> String {
+        let verdict = match (self.judged, is_met) {
+            (false, _) => "",
+            (true, true) => " met",
+            (true, false) => " missed",
+        };
+        format!("{sign} {goal}{verdict}")
+    }
+
     fn tables(&self) -> Vec<Table> {
         let mut tables = Vec::new();
         if !self.query.is_empty() {
@@ -206,7 +225,7 @@ impl Report {
                     ratio.peer.to_string(),
                     ratio
                         .goal
-                        .map_or_else(missing, |goal| at_most(ratio.ratio.median, goal)),
+                        .map_or_else(missing, |goal| self.at_most(ratio.ratio.median, goal)),
                 ]),
             }
             cells
@@ -237,7 +256,7 @@ impl Report {
                 Some(ratio) => cells.extend([
                     ratio_of(ratio.ratio),
                     named(ratio.peer, ratio.way),
-                    at_least(ratio.ratio.median, ratio.goal),
+                    self.at_least(ratio.ratio.median, ratio.goal),
                 ]),
             }
             match &row.processor_ratio {
@@ -285,15 +304,15 @@ impl Report {
                 Some(ratio) => cells.extend([
                     ratio_of(ratio.ratio),
                     named(ratio.peer, ratio.way),
-                    at_most(ratio.ratio.median, ratio.goal),
+                    self.at_most(ratio.ratio.median, ratio.goal),
                 ]),
             }
             cells
         });
         Table {
             title: "Readers' latency while a writer runs at full speed, microseconds",
-            note: "Match alone, prompts of the data that comes in. *Ratio* is our 99th percentile by \
-                   that of the best peer.",
+            note: "Match alone, prompts of the first half of the data, in the second half of the time. \
+                   *Ratio* is our 99th percentile by that of the best peer.",
             head: heads(&["data", "p50", "p99", "p99 ratio", "to", "goal"]),
             rows: rows.collect(),
         }
@@ -361,7 +380,7 @@ impl Report {
                 Some((peer, ratio)) => cells.extend([
                     format!("{ratio:.2}"),
                     peer.to_string(),
-                    at_most(ratio, memory::GOAL),
+                    self.at_most(ratio, memory::GOAL),
                 ]),
             }
             cells
@@ -438,19 +457,12 @@ fn ratio_of(ratio: Spread) -> String {
 }
 
 fn scaled(value: Spread, unit: f64, digits: usize) -> String {
+    if value.median.is_nan() {
+        return missing();
+    }
     let shown = |value: f64| format!("{:.digits$}", value / unit);
     let (low, high) = (shown(value.low), shown(value.high));
     format!("{} ({low}..{high})", shown(value.median))
-}
-
-fn at_most(value: f64, goal: f64) -> String {
-    let verdict = if value <= goal { "met" } else { "missed" };
-    format!("≤ {goal} {verdict}")
-}
-
-fn at_least(value: f64, goal: f64) -> String {
-    let verdict = if value >= goal { "met" } else { "missed" };
-    format!("≥ {goal} {verdict}")
 }
 
 fn grouped(number: usize) -> String {
@@ -480,6 +492,7 @@ mod tests {
             query: Vec::new(),
             ingest: Vec::new(),
             memory: Vec::new(),
+            judged: true,
             left_out: vec!["the trace: no file was given".to_owned()],
         }
     }

@@ -16,13 +16,14 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of `rounds`; zeros if there are none.
+    /// Of those `rounds` that are numbers; not numbers if there are none.
     pub fn of(rounds: &[f64]) -> Self {
-        let mut sorted = rounds.to_vec();
+        let numbers = rounds.iter().copied().filter(|round| !round.is_nan());
+        let mut sorted: Vec<f64> = numbers.collect();
         sorted.sort_unstable_by(f64::total_cmp);
         let at = |quarter: usize| {
             let place = sorted.len().saturating_sub(1) * quarter;
-            sorted.get((place + 2) / 4).copied().unwrap_or_default()
+            sorted.get((place + 2) / 4).copied().unwrap_or(f64::NAN)
         };
         Self {
             median: at(2),
@@ -38,11 +39,13 @@ impl Spread {
     }
 }
 
-/// What is smallest below `share` of `values`, which get sorted; 0 if there are none.
+/// The value that `percent` of `values`, which get sorted, do not exceed; not a number if there are none.
 pub fn percentile(values: &mut [u32], percent: usize) -> f64 {
     values.sort_unstable();
     let place = values.len().saturating_sub(1) * percent / 100;
-    f64::from(values.get(place).copied().unwrap_or_default())
+    values
+        .get(place)
+        .map_or(f64::NAN, |value| f64::from(*value))
 }
 
 #[cfg(test)]
@@ -61,7 +64,8 @@ mod tests {
             }
         );
         assert_eq!(Spread::of(&[7.0]).high, 7.0);
-        assert_eq!(Spread::of(&[]), Spread::default());
+        assert!(Spread::of(&[]).median.is_nan());
+        assert_eq!(Spread::of(&[f64::NAN, 7.0]).low, 7.0);
     }
 
     #[test]
@@ -75,6 +79,6 @@ mod tests {
         let mut values: Vec<u32> = (1..=100).rev().collect();
         assert_eq!(percentile(&mut values, 50), 50.0);
         assert_eq!(percentile(&mut values, 99), 99.0);
-        assert_eq!(percentile(&mut [], 99), 0.0);
+        assert!(percentile(&mut [], 99).is_nan());
     }
 }
