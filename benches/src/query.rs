@@ -352,3 +352,37 @@ impl Watch for Unwatched {
         write();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_answers_fail_the_run_if_they_are_ours() {
+        let error = check(Contender::Kvdelta, 3, "tree").unwrap_err();
+        assert!(error.to_string().contains("3 answers about tree"));
+        assert!(check(Contender::Kvdelta, 0, "tree").is_ok());
+        assert!(check(Contender::Strided, 3, "tree").is_ok());
+    }
+
+    #[test]
+    fn an_index_with_wrong_answers_is_no_measure() {
+        let times = |median: f64, wrong| Times {
+            query: Spread::default(),
+            matching: Spread::default(),
+            wrong,
+            query_rounds: vec![median],
+            matching_rounds: vec![median],
+        };
+        let all = BTreeMap::from([
+            (Contender::Kvdelta, times(2.0, 0)),
+            (Contender::Compressed, times(4.0, 0)),
+            (Contender::Strided, times(1.0, 7)),
+        ]);
+        let ratio = ratio(&all, |times| &times.query_rounds, Some(0.6)).unwrap();
+        assert_eq!(
+            (ratio.peer, ratio.ratio.median),
+            (Contender::Compressed, 0.5)
+        );
+    }
+}
