@@ -52,22 +52,26 @@ impl Depth {
     }
 }
 
-/// Prompts that are asked alike.
+/// Prompts that are asked alike, and the rounds so far.
 #[derive(Debug)]
 struct Case {
     name: String,
     depth: Depth,
     prompts: Vec<Vec<u32>>,
+    expected: Vec<Overlaps>,
+    peers_hashing: Vec<f64>,
+    our_hashing: Vec<f64>,
+    times: BTreeMap<Contender, Times>,
 }
 
 /// One index's times, in nanoseconds a query.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub struct Times {
     /// Tokens to overlaps.
     pub query: Spread,
     /// Hashes to overlaps.
     pub matching: Spread,
-    /// Answers that differ from the oracle's, of one for each prompt.
+    /// Answers that differ from the oracle's, of one for each prompt and load.
     pub wrong: usize,
     #[serde(skip)]
     query_rounds: Vec<f64>,
@@ -143,111 +147,109 @@ fn cases(data: &[Data]) -> Vec<Case> {
                     (Depth::Full, *blocks),
                 ] {
                     let prompts = held.iter().map(|prompt| diverging(prompt, kept));
-                    cases.push(Case {
-                        name: data.name().to_owned(),
-                        depth,
-                        prompts: prompts.collect(),
-                    });
+                    cases.push(Case::new(data, depth, prompts.collect()));
                 }
             }
-            _ => cases.push(Case {
-                name: data.name().to_owned(),
-                depth: Depth::Mixed,
-                prompts: data.prompts(32),
-            }),
+            _ => cases.push(Case::new(data, Depth::Mixed, data.prompts(32))),
         }
     }
     cases
 }
 
+/// How often the indexes are loaded, in changing order: where one happens to lie in memory counts too.
+const LOADS: usize = 3;
+
 fn run_load(plan: &Plan, data: &[Data], progress: &mut Progress) -> Result<Vec<Row>> {
     let names: Vec<_> = data.iter().map(Data::name).collect();
     let names = names.join(" and ");
     let recording = Recording::of(data);
-    let mut loaded = Vec::new();
-    for contender in &plan.contenders {
-        progress.say(|| format!("query: {contender} is loaded with {names}"));
-        let way = contender.ways()[0];
-        loaded.push((
-            *contender,
-            load(*contender, way, &recording, &mut Unwatched),
-        ));
+    let mut cases = cases(data);
+    for case in &mut cases {
+        progress.say(|| format!("query: what is right about {names} is looked up"));
+        case.expected = Oracle::of(&case.prompts, |sink| recording.steps(sink)).expected;
     }
-    let mut rows = Vec::new();
-    for case in cases(data) {
-        progress.say(|| format!("query: answers of {names} are compared"));
-        let oracle = Oracle::of(&case.prompts, |sink| recording.steps(sink));
-        rows.push(run_case(plan, &case, &oracle, &loaded, progress)?);
+    for turn in 0..LOADS {
+        let mut loaded = Vec::new();
+        for place in 0..plan.contenders.len() {
+            let contender = plan.contenders[(turn + place) % plan.contenders.len()];
+            progress.say(|| format!("query: {contender} is loaded with {names}"));
+            let way = contender.ways()[0];
+            let index = load(contender, way, &recording, &mut Unwatched);
+            loaded.push((contender, index));
+        }
+        for case in &mut cases {
+            run_case(plan, case, &loaded, progress)?;
+        }
     }
-    Ok(rows)
+    Ok(cases.into_iter().map(Case::row).collect())
 }
 
 fn run_case(
     plan: &Plan,
-    case: &Case,
-    oracle: &Oracle,
+    case: &mut Case,
     loaded: &[(Contender, Box<dyn Reader>)],
     progress: &mut Progress,
-) -> Result<Row> {
+) -> Result<()> {
     let hashes: Vec<Vec<BlockHash>> = case.prompts.iter().map(|p| hashes(p)).collect();
-    let mut times = BTreeMap::new();
     for (contender, index) in loaded {
-        let wrong = wrong(index.as_ref(), &case.prompts, &hashes, &oracle.expected);
+        let wrong = wrong(index.as_ref(), &case.prompts, &hashes, &case.expected);
         check(*contender, wrong, &case.name)?;
-        times.insert(
-            *contender,
-            Times {
-                query: Spread::default(),
-                matching: Spread::default(),
-                wrong,
-                query_rounds: Vec::new(),
-                matching_rounds: Vec::new(),
-            },
-        );
+        case.times.entry(*contender).or_default().wrong += wrong;
     }
-    let mut peers_hashing = Vec::new();
-    let mut our_hashing = Vec::new();
-    for round in 0..plan.rounds {
-        progress.say(|| {
-            let (name, depth) = (&case.name, case.depth.name());
-            format!(
-                "query: {name} {depth}, round {} of {}",
-                round + 1,
-                plan.rounds
-            )
-        });
-        peers_hashing.push(asked(plan.turn, &case.prompts, peers_hashes));
-        our_hashing.push(asked(plan.turn, &case.prompts, self::hashes));
+    for round in 0..plan.rounds.div_ceil(LOADS) {
+        progress.say(|| format!("query: {} {}", case.name, case.depth.name()));
+        let asked_hashing = asked(plan.turn, &case.prompts, peers_hashes);
+        case.peers_hashing.push(asked_hashing);
+        let asked_hashing = asked(plan.turn, &case.prompts, self::hashes);
+        case.our_hashing.push(asked_hashing);
         for turn in 0..loaded.len() {
             let (contender, index) = &loaded[(turn + round) % loaded.len()];
             let query = asked(plan.turn, &case.prompts, |p| index.find_tokens(p));
             let matching = matched(plan.turn, index.as_ref(), &hashes);
-            if let Some(times) = times.get_mut(contender) {
-                times.query_rounds.push(query);
-                times.matching_rounds.push(matching);
-            }
+            let times = case.times.entry(*contender).or_default();
+            times.query_rounds.push(query);
+            times.matching_rounds.push(matching);
         }
     }
-    for times in times.values_mut() {
-        times.query = Spread::of(&times.query_rounds);
-        times.matching = Spread::of(&times.matching_rounds);
+    Ok(())
+}
+
+impl Case {
+    fn new(data: &Data, depth: Depth, prompts: Vec<Vec<u32>>) -> Self {
+        Self {
+            name: data.name().to_owned(),
+            depth,
+            prompts,
+            expected: Vec::new(),
+            peers_hashing: Vec::new(),
+            our_hashing: Vec::new(),
+            times: BTreeMap::new(),
+        }
     }
-    let tokens: usize = case.prompts.iter().map(Vec::len).sum();
-    Ok(Row {
-        name: case.name.clone(),
-        depth: case.depth,
-        prompts: case.prompts.len(),
-        mean_tokens: tokens / case.prompts.len().max(1),
-        peers_hashing: Spread::of(&peers_hashing),
-        our_hashing: Spread::of(&our_hashing),
-        query_ratio: ratio(&times, |times| &times.query_rounds, case.depth.goal()),
-        matching_ratio: ratio(
-            &times,
-            |times| &times.matching_rounds,
-            case.depth.goal().map(|_| 1.0),
-        ),
-        times,
-    })
+
+    fn row(mut self) -> Row {
+        for times in self.times.values_mut() {
+            times.query = Spread::of(&times.query_rounds);
+            times.matching = Spread::of(&times.matching_rounds);
+        }
+        let tokens: usize = self.prompts.iter().map(Vec::len).sum();
+        let goal = self.depth.goal();
+        Row {
+            name: self.name,
+            depth: self.depth,
+            prompts: self.prompts.len(),
+            mean_tokens: tokens / self.prompts.len().max(1),
+            peers_hashing: Spread::of(&self.peers_hashing),
+            our_hashing: Spread::of(&self.our_hashing),
+            query_ratio: ratio(&self.times, |times| &times.query_rounds, goal),
+            matching_ratio: ratio(
+                &self.times,
+                |times| &times.matching_rounds,
+                goal.map(|_| 1.0),
+            ),
+            times: self.times,
+        }
+    }
 }
 
 fn ratio(
@@ -368,11 +370,9 @@ mod tests {
     #[test]
     fn an_index_with_wrong_answers_is_no_measure() {
         let times = |median: f64, wrong| Times {
-            query: Spread::default(),
-            matching: Spread::default(),
             wrong,
             query_rounds: vec![median],
-            matching_rounds: vec![median],
+            ..Times::default()
         };
         let all = BTreeMap::from([
             (Contender::Kvdelta, times(2.0, 0)),
