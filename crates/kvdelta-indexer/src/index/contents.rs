@@ -75,8 +75,8 @@ impl Index {
                 continue;
             };
             let parent = before.map(|before| tree.name(before, of));
-            let unclear = parent
-                .is_some_and(|parent| tree.find(&writer, of, holders, parent).nth(1).is_some());
+            let unclear =
+                parent.is_some_and(|parent| tree.find(&writer, of, holders, parent).len() > 1);
             if unclear || before.is_some_and(|before| !told.contains(&before)) {
                 continue;
             }

@@ -16,7 +16,7 @@ const SHARDS: usize = 64;
 
 #[derive(Debug)]
 pub(super) struct Names {
-    shards: Vec<HashTable<u32>>,
+    shards: [HashTable<u32>; SHARDS],
     others: FxHashMap<EngineHash, Vec<(u32, WorkerRank)>>,
 }
 
@@ -35,48 +35,43 @@ fn name_of(block: u32, engines: &Hashes) -> u64 {
 impl Names {
     pub(super) fn new() -> Self {
         Self {
-            shards: (0..SHARDS).map(|_| HashTable::new()).collect(),
+            shards: std::array::from_fn(|_| HashTable::new()),
             others: FxHashMap::default(),
         }
     }
 
-    fn shard(&mut self, spread: u64) -> Option<&mut HashTable<u32>> {
+    fn shard(&mut self, spread: u64) -> &mut HashTable<u32> {
         // The table itself uses the highest and the lowest bits.
-        self.shards.get_mut((spread >> 32) as usize % SHARDS)
+        &mut self.shards[(spread >> 32) as usize % SHARDS]
     }
 
     /// Enters a block under the name that `engines` has for it.
     pub(super) fn insert(&mut self, block: u32, engines: &Hashes) {
         let hash = spread(name_of(block, engines));
-        if let Some(shard) = self.shard(hash) {
-            shard.insert_unique(hash, block, |block| spread(name_of(*block, engines)));
-        }
+        let rehash = |block: &u32| spread(name_of(*block, engines));
+        self.shard(hash).insert_unique(hash, block, rehash);
     }
 
     /// Takes a block out, before `engines` gets another name for it.
     pub(super) fn remove(&mut self, block: u32, engines: &Hashes) {
         let hash = spread(name_of(block, engines));
-        if let Some(shard) = self.shard(hash)
-            && let Ok(entry) = shard.find_entry(hash, |one| *one == block)
-        {
+        if let Ok(entry) = self.shard(hash).find_entry(hash, |one| *one == block) {
             entry.remove();
         }
     }
 
     /// Blocks that carry this name.
-    pub(super) fn blocks<'a>(
-        &'a self,
-        name: EngineHash,
-        engines: &'a Hashes,
-    ) -> impl Iterator<Item = u32> + 'a {
+    #[inline]
+    pub(super) fn blocks(&self, name: EngineHash, engines: &Hashes) -> impl Iterator<Item = u32> {
         let hash = spread(name.0);
-        let shard = self.shards.get((hash >> 32) as usize % SHARDS);
-        let found = shard
-            .into_iter()
-            .flat_map(move |shard| shard.iter_hash(hash));
-        found
-            .copied()
-            .filter(move |block| name_of(*block, engines) == name.0)
+        let same = move |block: &&u32| name_of(**block, engines) == name.0;
+        let found = self.shards[(hash >> 32) as usize % SHARDS].iter_hash(hash);
+        found.filter(same).copied()
+    }
+
+    /// Whether every rank calls every block as the others do.
+    pub(super) fn agree(&self) -> bool {
+        self.others.is_empty()
     }
 
     /// Blocks that `of` alone calls so.

@@ -22,7 +22,7 @@ impl Tree {
         };
         let mut applied = Applied::default();
         for name in names {
-            let found: Vec<u32> = self.find(writer, of, holders, *name).collect();
+            let found = self.find(writer, of, holders, *name);
             applied.unknown_blocks += u64::from(found.is_empty());
             for block in found {
                 let at = writer.node_of(block);
@@ -49,23 +49,27 @@ impl Tree {
         let mut applied = Applied::default();
         let holder = holders[tier as usize];
         let removal = self.begin_removal(writer, holders);
+        // Blocks of one node mostly go together, so they are taken out together.
+        let (mut at, mut gone) = (NONE, 0);
         for name in names {
             let mut known = false;
-            let mut found = self.find(writer, of, holders, *name);
-            let first = found.next();
-            // Nearly always none.
-            let others: Vec<u32> = found.collect();
-            for block in first.into_iter().chain(others) {
-                let at = writer.node_of(block);
-                let Some(node) = self.nodes.get(at) else {
+            for block in self.find(writer, of, holders, *name) {
+                let here = writer.node_of(block);
+                let Some(node) = self.nodes.get(here) else {
                     continue;
                 };
                 let bit = self.bit(node, block);
-                if holder == NONE || node.held_by(holder, &self.more) & bit == 0 {
+                if here != at {
+                    self.drop_blocks(writer, of, holders, holder, at, gone);
+                    (at, gone) = (here, 0);
+                }
+                if holder == NONE || node.held_by(holder, &self.more) & !gone & bit == 0 {
                     continue;
                 }
                 known = true;
-                if let Some(copies) = writer.copies.get_mut(&(holder, block)) {
+                if !writer.copies.is_empty()
+                    && let Some(copies) = writer.copies.get_mut(&(holder, block))
+                {
                     *copies -= 1;
                     if *copies == 0 {
                         writer.copies.remove(&(holder, block));
@@ -73,10 +77,11 @@ impl Tree {
                     continue;
                 }
                 applied.removed_blocks += 1;
-                self.drop_blocks(writer, of, holders, holder, at, bit);
+                gone |= bit;
             }
             applied.unknown_blocks += u64::from(!known);
         }
+        self.drop_blocks(writer, of, holders, holder, at, gone);
         self.end_removal(removal);
         applied
     }
@@ -140,6 +145,9 @@ impl Tree {
         let Some(node) = self.nodes.get(at) else {
             return;
         };
+        if gone == 0 {
+            return;
+        }
         let before = node.held_by(holder, &self.more);
         // Without a word for the rest, the holder holds nothing of the node: too little is allowed.
         let left = if writer.make_room(self, node) {

@@ -31,13 +31,10 @@ impl Tree {
         let mut from = (ROOT, 0);
         let mut namespace = stored.namespace;
         if let Some(parent) = stored.parent {
-            let mut found = self.find(writer, of, holders, parent);
-            let (first, second) = (found.next(), found.next());
-            drop(found);
-            from = match (first, second) {
-                (None, _) => return Applied::refused(Refused::UnknownParent),
-                (Some(_), Some(_)) => return Applied::refused(Refused::AmbiguousParent),
-                (Some(block), None) => {
+            from = match self.find(writer, of, holders, parent).as_slice() {
+                [] => return Applied::refused(Refused::UnknownParent),
+                [_, _, ..] => return Applied::refused(Refused::AmbiguousParent),
+                &[block] => {
                     let at = writer.node_of(block);
                     let base = self
                         .nodes

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use rustc_hash::{FxBuildHasher, FxHashMap};
+use smallvec::SmallVec;
 
 use super::arena::Arena;
 use super::names::Names;
@@ -271,12 +272,11 @@ impl Index {
     pub fn namespace_of(&self, of: WorkerRank, engine: EngineHash) -> Option<Namespace> {
         let writer = self.writer.lock();
         let holders = self.tree.ranks.pin().get(&of).copied()?;
-        let mut found = self.tree.find(&writer, of, holders, engine);
-        let block = found.next()?;
-        if found.next().is_some() {
+        let found = self.tree.find(&writer, of, holders, engine);
+        let [block] = found.as_slice() else {
             return None;
-        }
-        let node = writer.node_of(block);
+        };
+        let node = writer.node_of(*block);
         writer.meta.get(node as usize)?.namespace
     }
 
@@ -329,21 +329,29 @@ impl Tree {
         of_rank.fold(0, |all, holder| all | node.held_by(*holder, &self.more))
     }
 
-    /// The blocks that `of` holds in any tier under this name.
-    pub(super) fn find<'a>(
-        &'a self,
-        writer: &'a Writer,
+    /// The blocks that `of` holds in any tier under this name: nearly always one or none.
+    #[inline]
+    pub(super) fn find(
+        &self,
+        writer: &Writer,
         of: WorkerRank,
         holders: RankHolders,
         name: EngineHash,
-    ) -> impl Iterator<Item = u32> + 'a {
-        let named = writer.names.blocks(name, &self.engines);
-        let named = named.filter(move |block| self.other_name(*block, of).is_none());
-        let others = writer.names.others(name, of);
-        named.chain(others).filter(move |block| {
-            let node = self.nodes.get(writer.node_of(*block));
-            node.is_some_and(|node| self.held_by_rank(node, holders) & self.bit(node, *block) != 0)
-        })
+    ) -> SmallVec<[u32; 2]> {
+        let held = |block: u32| {
+            let node = self.nodes.get(writer.node_of(block));
+            node.is_some_and(|node| self.held_by_rank(node, holders) & self.bit(node, block) != 0)
+        };
+        let mut found = SmallVec::new();
+        for block in writer.names.blocks(name, &self.engines) {
+            if self.other_name(block, of).is_none() && held(block) {
+                found.push(block);
+            }
+        }
+        if !writer.names.agree() {
+            found.extend(writer.names.others(name, of).filter(|block| held(*block)));
+        }
+        found
     }
 
     /// What `of` calls a block, where that is not the name that the others use.
