@@ -261,7 +261,6 @@ impl<D: Decode> Ingest<D> {
                 && source.link.replays
                 && source.up == Some(true)
                 && source.want.is_none()
-                && source.can_compare()
                 && now.since(source.heard) >= after
             {
                 source.want = Some(Need::Probe);
@@ -511,6 +510,16 @@ impl<D: Decode> Room<D> {
         match self.joint(source, &frames) {
             Some(at) => {
                 self.add(source, &frames[at + 1..], Told::New, now, out);
+                self.counters.recovered(Recovered::Added);
+                self.finish(source, now, out);
+            }
+            // The last frame was never seen, but nothing came after it.
+            None if !source.can_compare()
+                && frames.last().map(|frame| frame.seq) == source.cursor.last() =>
+            {
+                if let Some(frame) = frames.last() {
+                    source.cursor.learn(self.decode.digest(&frame.payload));
+                }
                 self.counters.recovered(Recovered::Added);
                 self.finish(source, now, out);
             }

@@ -134,6 +134,13 @@ impl Cursor {
         self.jumped = now;
     }
 
+    /// The last frame, whose state was taken from elsewhere, has this content.
+    pub fn learn(&mut self, content: Digest) {
+        if let Some(last) = self.contents.back_mut() {
+            last.get_or_insert(content);
+        }
+    }
+
     /// Nothing is known any more.
     pub fn reset(&mut self) {
         self.contents.clear();

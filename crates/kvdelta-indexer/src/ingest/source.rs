@@ -85,6 +85,7 @@ pub(super) struct Source<P> {
     pub(super) failures: u32,
     fulls: u32,
     last_try: Millis,
+    last_full: Millis,
     /// Last frame or answer.
     pub(super) heard: Millis,
 }
@@ -106,6 +107,7 @@ impl<P> Source<P> {
             failures: 0,
             fulls: 0,
             last_try: Millis(0),
+            last_full: Millis(0),
             heard: now,
         }
     }
@@ -135,20 +137,20 @@ impl<P> Source<P> {
             None | Some(Need::Probe) if doubted => Need::Full,
             want => want?,
         };
-        if !self.can_compare() {
+        if need == Need::Rest && !self.can_compare() {
             need = Need::Full;
         }
-        let tries = match need {
-            Need::Probe | Need::Rest => self.failures,
-            Need::Full => self.failures.max(self.fulls_lately(now, limits)),
-        };
-        (tries == 0 || now >= self.last_try.plus(wait(tries, limits))).then_some(need)
+        let waited = |since: Millis, tries| tries == 0 || now >= since.plus(wait(tries, limits));
+        let may_ask = waited(self.last_try, self.failures)
+            && (need != Need::Full || waited(self.last_full, self.fulls_lately(now, limits)));
+        may_ask.then_some(need)
     }
 
     pub(super) fn ask(&mut self, sent: Sent) {
         self.last_try = sent.at;
         if sent.need == Need::Full {
             self.fulls = self.fulls.saturating_add(1);
+            self.last_full = sent.at;
         }
         let held = self.held.get_or_insert_default();
         held.before = held.frames.len();
@@ -185,7 +187,7 @@ impl<P> Source<P> {
 
     /// Refreshes of all that were asked for lately: each is dear, so they keep a distance that grows.
     fn fulls_lately(&mut self, now: Millis, limits: &Limits) -> u32 {
-        if now.since(self.last_try) > wait(self.fulls, limits).saturating_mul(2) {
+        if now.since(self.last_full) > wait(self.fulls, limits).saturating_mul(2) {
             self.fulls = 0;
         }
         self.fulls

@@ -696,6 +696,93 @@ fn a_probe_finds_a_lost_last_frame_without_lowering_trust() {
 }
 
 #[test]
+fn a_probe_after_a_dump_finds_a_lost_last_frame() {
+    let mut room = room(&[(0, Link::DYNAMO)]);
+    let Action::Dump { ticket, .. } = one(&room.ingest.connected(W, room.now)) else {
+        panic!("asked for all");
+    };
+    room.ingest
+        .dumped(W, ticket, vec![block(1, 9)], 9, room.now);
+    assert_eq!(room.state(W), COMPLETE);
+    // Frame 9 was never seen, so the answer can only show where the stream ends.
+    for _ in 0..2 {
+        let Action::Replay {
+            from_seq: 9,
+            ticket,
+            ..
+        } = one(&room.wait(Duration::from_secs(10)))
+        else {
+            panic!("an idle stream is asked for its last frame");
+        };
+        assert_eq!(room.state(W), COMPLETE);
+        let frames = vec![Frame {
+            seq: 9,
+            payload: block(1, 9),
+        }];
+        let out = room.ingest.replayed(W, ticket, frames, room.now);
+        assert!(out.actions.is_empty(), "{out:?}");
+        assert_eq!(room.state(W), COMPLETE);
+    }
+    // Now it is known: another frame 9 is of another life.
+    let Action::Replay { ticket, .. } = one(&room.wait(Duration::from_secs(10))) else {
+        panic!("asked");
+    };
+    let frames = vec![Frame {
+        seq: 9,
+        payload: block(2, 9),
+    }];
+    let out = room.ingest.replayed(W, ticket, frames, room.now);
+    let Action::Dump { ticket, .. } = one(&out) else {
+        panic!("{out:?}");
+    };
+    room.ingest
+        .dumped(W, ticket, vec![block(2, 9)], 9, room.now);
+    let Action::Replay { ticket, .. } = one(&room.wait(Duration::from_secs(10))) else {
+        panic!("asked");
+    };
+    // Frame 10 was lost, and none followed.
+    let frames = (9..=10).map(|seq| Frame {
+        seq,
+        payload: block(2, seq),
+    });
+    let out = room.ingest.replayed(W, ticket, frames.collect(), room.now);
+    assert_eq!(room.state(W), holes(Reason::Recovering));
+    let Action::Dump { ticket, .. } = one(&out) else {
+        panic!("{out:?}");
+    };
+    let both = vec![block(2, 9), block(2, 10)];
+    room.ingest.dumped(W, ticket, both, 10, room.now);
+    assert_eq!(room.index.held(W).len(), 2);
+    assert_eq!(room.state(W), COMPLETE);
+}
+
+#[test]
+fn a_probe_finds_a_lost_first_frame() {
+    let mut room = room(&[(0, Link::ZMQ_REPLAY)]);
+    let Action::Replay { ticket, .. } = one(&room.ingest.connected(W, room.now)) else {
+        panic!("asked");
+    };
+    room.ingest.replayed(W, ticket, Vec::new(), room.now);
+    for frames in [Vec::new(), vec![block(1, 0)]] {
+        assert_eq!(room.state(W), COMPLETE);
+        let Action::Replay {
+            from_seq: 0,
+            ticket,
+            ..
+        } = one(&room.wait(Duration::from_secs(10)))
+        else {
+            panic!("an idle stream is asked for its first frame");
+        };
+        assert_eq!(room.state(W), COMPLETE);
+        let frames = (0..).zip(frames);
+        let frames = frames.map(|(seq, payload)| Frame { seq, payload });
+        room.ingest.replayed(W, ticket, frames.collect(), room.now);
+    }
+    assert_eq!(room.index.held(W).len(), 1);
+    assert_eq!(room.state(W), COMPLETE);
+}
+
+#[test]
 fn held_frames_are_bounded_and_what_is_dropped_is_counted() {
     let mut room = Room::new(Limits {
         held_frames: 10,
