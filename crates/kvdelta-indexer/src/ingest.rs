@@ -177,6 +177,9 @@ impl<D: Decode> Ingest<D> {
             room.counters.dropped(Dropped::FeedQueue, dropped);
             if source.recovers() {
                 source.want = source.want.max(Some(Need::Rest));
+                if let (Some(_), Some(held)) = (&source.sent, &mut source.held) {
+                    held.lost = true;
+                }
             } else {
                 room.lose(source, Reason::Overflow);
             }
@@ -611,6 +614,9 @@ impl<D: Decode> Room<D> {
             }
         }
         self.release(source, held.frames.into(), now, out);
+        if held.lost {
+            source.want = source.want.max(Some(Need::Rest));
+        }
         if of_other_life > 0 {
             // The engine has not come that far, so it started again. Ask once more before believing it.
             self.counters.dropped(Dropped::OtherLife, of_other_life);

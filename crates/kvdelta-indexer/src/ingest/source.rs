@@ -38,6 +38,8 @@ pub(super) struct Held<P> {
     /// How many of them came in before the answer was asked for. Engines keep a frame before or while they
     /// publish it, so an answer that does not reach such a frame is of another life of the engine.
     pub(super) before: usize,
+    /// A full queue dropped frames since the answer was asked for, which it need not cover.
+    pub(super) lost: bool,
 }
 
 impl<P> Default for Held<P> {
@@ -45,6 +47,7 @@ impl<P> Default for Held<P> {
         Self {
             frames: VecDeque::new(),
             before: 0,
+            lost: false,
         }
     }
 }
@@ -154,6 +157,7 @@ impl<P> Source<P> {
         }
         let held = self.held.get_or_insert_default();
         held.before = held.frames.len();
+        held.lost = false;
         self.sent = Some(sent);
     }
 

@@ -782,6 +782,40 @@ fn a_probe_finds_a_lost_first_frame() {
     assert_eq!(room.state(W), COMPLETE);
 }
 
+/// The answer was made before the frame that the full queue dropped.
+#[test]
+fn an_overflow_while_an_answer_is_under_way_is_asked_about_again() {
+    for link in [Link::ZMQ_REPLAY, Link::DYNAMO] {
+        let mut room = room(&[(0, link)]);
+        if link.dumps {
+            start_of_dynamo(&mut room);
+        } else {
+            forty(&mut room);
+        }
+        let Action::Replay {
+            from_seq, ticket, ..
+        } = one(&room.wait(Duration::from_secs(10)))
+        else {
+            panic!("a probe");
+        };
+        let out = room.ingest.overflowed(W, 1, room.now);
+        assert!(out.actions.is_empty(), "one request at a time");
+        let last = || {
+            vec![Frame {
+                seq: from_seq,
+                payload: block(1, from_seq),
+            }]
+        };
+        let out = room.ingest.replayed(W, ticket, last(), room.now);
+        assert_eq!(room.state(W), holes(Reason::Recovering), "{link:?}");
+        let Action::Replay { ticket, .. } = one(&out) else {
+            panic!("{out:?}");
+        };
+        room.ingest.replayed(W, ticket, last(), room.now);
+        assert_eq!(room.state(W), COMPLETE);
+    }
+}
+
 #[test]
 fn held_frames_are_bounded_and_what_is_dropped_is_counted() {
     let mut room = Room::new(Limits {
