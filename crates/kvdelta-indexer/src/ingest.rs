@@ -233,7 +233,9 @@ impl<D: Decode> Ingest<D> {
             for payload in &payloads {
                 room.apply(source, last_seq, payload, Told::All, now, out);
             }
-            source.cursor.jump(last_seq, now);
+            let held = source.held.iter().flat_map(|held| &held.frames);
+            let oldest = held.map(|frame| frame.seq).min();
+            source.cursor.jump(last_seq, oldest, now);
             room.counters.recovered(Recovered::Replaced);
             room.settle(&sent, now, out);
             room.finish(source, now, out);

@@ -816,6 +816,39 @@ fn an_overflow_while_an_answer_is_under_way_is_asked_about_again() {
     }
 }
 
+/// A busy engine publishes more than a few frames while it makes its answer.
+#[test]
+fn frames_that_an_answer_covers_are_not_taken_for_another_life() {
+    let mut room = room(&[(0, Link::DYNAMO)]);
+    start_of_dynamo(&mut room);
+    let Action::Replay { ticket, .. } = one(&room.frame(W, 15, block(1, 15))) else {
+        panic!("a range is asked for");
+    };
+    for seq in 16..=500 {
+        room.frame(W, seq, block(1, seq));
+    }
+    let frames = (9..=490).map(|seq| Frame {
+        seq,
+        payload: block(1, seq),
+    });
+    let out = room.ingest.replayed(W, ticket, frames.collect(), room.now);
+    assert!(out.actions.is_empty(), "{out:?}");
+    assert_eq!(room.state(W), COMPLETE);
+    assert_eq!(room.index.held(W).len(), 501);
+
+    let Action::Replay { ticket, .. } = one(&room.frame(W, 510, block(1, 510))) else {
+        panic!("a range is asked for");
+    };
+    for seq in 511..=1000 {
+        room.frame(W, seq, block(1, seq));
+    }
+    let all = (0..=990).map(|seq| block(1, seq)).collect();
+    let out = room.ingest.dumped(W, ticket, all, 990, room.now);
+    assert!(out.actions.is_empty(), "{out:?}");
+    assert_eq!(room.state(W), COMPLETE);
+    assert_eq!(room.index.held(W).len(), 1001);
+}
+
 #[test]
 fn held_frames_are_bounded_and_what_is_dropped_is_counted() {
     let mut room = Room::new(Limits {
