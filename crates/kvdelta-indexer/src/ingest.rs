@@ -733,9 +733,8 @@ impl<D: Decode> Room<D> {
 
     fn hold(&self, source: &mut Source<D::Payload>, frame: Frame<D::Payload>) {
         let held = source.held.get_or_insert_default();
-        if held.push(frame, self.limits.held_frames) {
-            self.counters.dropped(Dropped::HeldQueue, 1);
-        }
+        let dropped = held.push(frame, &self.limits, |payload| self.decode.bytes(payload));
+        self.counters.dropped(Dropped::HeldQueue, dropped);
     }
 
     /// All ranks of the stream are as good as `loss` says.

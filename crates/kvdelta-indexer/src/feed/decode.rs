@@ -141,6 +141,23 @@ impl Decode for Decoder {
         }
     }
 
+    fn bytes(&self, payload: &Payload) -> usize {
+        match payload {
+            Payload::Engine { batch, .. } => batch.len(),
+            Payload::Event(event) => {
+                let told = match &event.change {
+                    Ok(Change::Stored(run)) => size_of_val(run.blocks.as_slice()),
+                    Ok(
+                        Change::Placed { engine_hashes, .. }
+                        | Change::Removed { engine_hashes, .. },
+                    ) => size_of_val(engine_hashes.as_slice()),
+                    Ok(Change::Cleared) | Err(_) => 0,
+                };
+                size_of::<RouterEvent>() + told
+            }
+        }
+    }
+
     fn decode(&mut self, stream: WorkerRank, payload: &Payload, index: &Index) -> Batch {
         match payload {
             Payload::Engine { dialect, batch } => self.batch(stream, *dialect, batch, index),

@@ -35,6 +35,7 @@ pub(super) struct Sent {
 #[derive(Debug)]
 pub(super) struct Held<P> {
     pub(super) frames: VecDeque<Frame<P>>,
+    bytes: usize,
     /// How many of them came in before the answer was asked for. Engines keep a frame before or while they
     /// publish it, so an answer that does not reach such a frame is of another life of the engine.
     pub(super) before: usize,
@@ -46,6 +47,7 @@ impl<P> Default for Held<P> {
     fn default() -> Self {
         Self {
             frames: VecDeque::new(),
+            bytes: 0,
             before: 0,
             lost: false,
         }
@@ -53,15 +55,25 @@ impl<P> Default for Held<P> {
 }
 
 impl<P> Held<P> {
-    /// Keeps a frame; `true`: an older one was dropped for it. The answer covers the oldest ones anyway.
-    pub(super) fn push(&mut self, frame: Frame<P>, most: usize) -> bool {
+    /// Keeps a frame: how many older ones were dropped for it. The answer covers the oldest ones anyway.
+    pub(super) fn push(
+        &mut self,
+        frame: Frame<P>,
+        limits: &Limits,
+        bytes: impl Fn(&P) -> usize,
+    ) -> usize {
+        self.bytes = self.bytes.saturating_add(bytes(&frame.payload));
         self.frames.push_back(frame);
-        let full = self.frames.len() > most.max(1);
-        if full {
-            self.frames.pop_front();
+        let mut dropped = 0;
+        while self.frames.len() > 1
+            && (self.frames.len() > limits.held_frames || self.bytes > limits.held_bytes)
+            && let Some(oldest) = self.frames.pop_front()
+        {
+            self.bytes = self.bytes.saturating_sub(bytes(&oldest.payload));
             self.before = self.before.saturating_sub(1);
+            dropped += 1;
         }
-        full
+        dropped
     }
 }
 

@@ -851,10 +851,20 @@ fn frames_that_an_answer_covers_are_not_taken_for_another_life() {
 
 #[test]
 fn held_frames_are_bounded_and_what_is_dropped_is_counted() {
-    let mut room = Room::new(Limits {
-        held_frames: 10,
-        ..Limits::default()
-    });
+    // A frame of the model counts 1,000 bytes.
+    let by_frames = (10, usize::MAX);
+    let by_bytes = (usize::MAX, 10_999);
+    for (held_frames, held_bytes) in [by_frames, by_bytes] {
+        held_frames_are_bounded(Limits {
+            held_frames,
+            held_bytes,
+            ..Limits::default()
+        });
+    }
+}
+
+fn held_frames_are_bounded(limits: Limits) {
+    let mut room = Room::new(limits);
     room.ingest
         .admit(WorkerId(7), &[(DpRank(0), Link::ZMQ_REPLAY)], room.now);
     forty(&mut room);
