@@ -3,9 +3,11 @@
 //! A block carries one engine hash for all ranks that agree on it, which is all of them in a fleet with one
 //! hash seed; the table keeps 4 bytes for it. Ranks that name the same content otherwise are kept aside.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
 use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
 use rustc_hash::FxHashMap;
 
 use super::node::Hashes;
@@ -16,7 +18,10 @@ const SHARDS: usize = 64;
 
 #[derive(Debug)]
 pub(super) struct Names {
+    /// One block of each name.
     shards: Vec<HashTable<u32>>,
+    /// The further blocks of names that stand for several, which a table would look through one by one.
+    further: FxHashMap<EngineHash, BTreeSet<u32>>,
     others: FxHashMap<EngineHash, Vec<(u32, WorkerRank)>>,
 }
 
@@ -24,6 +29,11 @@ fn spread(name: u64) -> u64 {
     // Engine hashes may be as regular as 1, 2, 3.
     let name = (name ^ (name >> 32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     name ^ (name >> 29)
+}
+
+fn shard_of(spread: u64) -> usize {
+    // The table itself uses the highest and the lowest bits.
+    (spread >> 32) as usize % SHARDS
 }
 
 fn name_of(block: u32, engines: &Hashes) -> u64 {
@@ -36,30 +46,55 @@ impl Names {
     pub(super) fn new() -> Self {
         Self {
             shards: (0..SHARDS).map(|_| HashTable::new()).collect(),
+            further: FxHashMap::default(),
             others: FxHashMap::default(),
         }
     }
 
-    fn shard(&mut self, spread: u64) -> Option<&mut HashTable<u32>> {
-        // The table itself uses the highest and the lowest bits.
-        self.shards.get_mut((spread >> 32) as usize % SHARDS)
-    }
-
     /// Enters a block under the name that `engines` has for it.
     pub(super) fn insert(&mut self, block: u32, engines: &Hashes) {
-        let hash = spread(name_of(block, engines));
-        if let Some(shard) = self.shard(hash) {
-            shard.insert_unique(hash, block, |block| spread(name_of(*block, engines)));
+        let name = name_of(block, engines);
+        let hash = spread(name);
+        let Some(shard) = self.shards.get_mut(shard_of(hash)) else {
+            return;
+        };
+        let same = |one: &u32| name_of(*one, engines) == name;
+        match shard.entry(hash, same, |one| spread(name_of(*one, engines))) {
+            Entry::Vacant(entry) => {
+                entry.insert(block);
+            }
+            Entry::Occupied(_) => {
+                let further = self.further.entry(EngineHash(name)).or_default();
+                further.insert(block);
+            }
         }
     }
 
     /// Takes a block out, before `engines` gets another name for it.
     pub(super) fn remove(&mut self, block: u32, engines: &Hashes) {
-        let hash = spread(name_of(block, engines));
-        if let Some(shard) = self.shard(hash)
-            && let Ok(entry) = shard.find_entry(hash, |one| *one == block)
-        {
-            entry.remove();
+        let name = name_of(block, engines);
+        let hash = spread(name);
+        let Some(shard) = self.shards.get_mut(shard_of(hash)) else {
+            return;
+        };
+        let first = shard.find_entry(hash, |one| name_of(*one, engines) == name);
+        let Ok(mut first) = first else {
+            return;
+        };
+        let name = EngineHash(name);
+        let Some(further) = self.further.get_mut(&name) else {
+            if *first.get() == block {
+                first.remove();
+            }
+            return;
+        };
+        if *first.get() != block {
+            further.remove(&block);
+        } else if let Some(next) = further.pop_first() {
+            *first.get_mut() = next;
+        }
+        if further.is_empty() {
+            self.further.remove(&name);
         }
     }
 
@@ -70,13 +105,11 @@ impl Names {
         engines: &'a Hashes,
     ) -> impl Iterator<Item = u32> + 'a {
         let hash = spread(name.0);
-        let shard = self.shards.get((hash >> 32) as usize % SHARDS);
-        let found = shard
-            .into_iter()
-            .flat_map(move |shard| shard.iter_hash(hash));
-        found
-            .copied()
-            .filter(move |block| name_of(*block, engines) == name.0)
+        let shard = self.shards.get(shard_of(hash));
+        let same = |one: &u32| name_of(*one, engines) == name.0;
+        let first = shard.and_then(|shard| shard.find(hash, same));
+        let further = self.further.get(&name).into_iter().flatten();
+        first.into_iter().chain(further).copied()
     }
 
     /// Blocks that `of` alone calls so.
@@ -106,6 +139,8 @@ impl Names {
 
     /// Blocks entered, for `Index::check`.
     pub(super) fn len(&self) -> usize {
-        self.shards.iter().map(HashTable::len).sum()
+        let first: usize = self.shards.iter().map(HashTable::len).sum();
+        let further = self.further.values().map(BTreeSet::len);
+        first + further.sum::<usize>()
     }
 }
