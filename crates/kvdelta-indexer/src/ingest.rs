@@ -177,6 +177,9 @@ impl<D: Decode> Ingest<D> {
             room.counters.dropped(Dropped::FeedQueue, dropped);
             if source.recovers() {
                 source.want = source.want.max(Some(Need::Rest));
+                if let (Some(_), Some(held)) = (&source.sent, &mut source.held) {
+                    held.lost = true;
+                }
             } else {
                 room.lose(source, Reason::Overflow);
             }
@@ -230,7 +233,9 @@ impl<D: Decode> Ingest<D> {
             for payload in &payloads {
                 room.apply(source, last_seq, payload, Told::All, now, out);
             }
-            source.cursor.jump(last_seq, now);
+            let held = source.held.iter().flat_map(|held| &held.frames);
+            let oldest = held.map(|frame| frame.seq).min();
+            source.cursor.jump(last_seq, oldest, now);
             room.counters.recovered(Recovered::Replaced);
             room.settle(&sent, now, out);
             room.finish(source, now, out);
@@ -261,7 +266,6 @@ impl<D: Decode> Ingest<D> {
                 && source.link.replays
                 && source.up == Some(true)
                 && source.want.is_none()
-                && source.can_compare()
                 && now.since(source.heard) >= after
             {
                 source.want = Some(Need::Probe);
@@ -514,6 +518,16 @@ impl<D: Decode> Room<D> {
                 self.counters.recovered(Recovered::Added);
                 self.finish(source, now, out);
             }
+            // The last frame was never seen, but nothing came after it.
+            None if !source.can_compare()
+                && frames.last().map(|frame| frame.seq) == source.cursor.last() =>
+            {
+                if let Some(frame) = frames.last() {
+                    source.cursor.learn(self.decode.digest(&frame.payload));
+                }
+                self.counters.recovered(Recovered::Added);
+                self.finish(source, now, out);
+            }
             None => {
                 let last = source.cursor.last();
                 let begins_later = frames.first().is_some_and(|first| Some(first.seq) > last);
@@ -602,6 +616,9 @@ impl<D: Decode> Room<D> {
             }
         }
         self.release(source, held.frames.into(), now, out);
+        if held.lost {
+            source.want = source.want.max(Some(Need::Rest));
+        }
         if of_other_life > 0 {
             // The engine has not come that far, so it started again. Ask once more before believing it.
             self.counters.dropped(Dropped::OtherLife, of_other_life);
@@ -716,9 +733,8 @@ impl<D: Decode> Room<D> {
 
     fn hold(&self, source: &mut Source<D::Payload>, frame: Frame<D::Payload>) {
         let held = source.held.get_or_insert_default();
-        if held.push(frame, self.limits.held_frames) {
-            self.counters.dropped(Dropped::HeldQueue, 1);
-        }
+        let dropped = held.push(frame, &self.limits, |payload| self.decode.bytes(payload));
+        self.counters.dropped(Dropped::HeldQueue, dropped);
     }
 
     /// All ranks of the stream are as good as `loss` says.

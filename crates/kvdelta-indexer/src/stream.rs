@@ -9,7 +9,7 @@ use crate::time::Millis;
 
 /// Late frames an unordered stream remembers by content.
 const REMEMBERED: usize = 64;
-/// Replayed frames whose live copies may still be under way; more than vLLM keeps for replay (10,000).
+/// Frames of an answer whose live copies may still be under way; more than vLLM keeps for replay (10,000).
 const ECHOES: usize = 16_384;
 /// How long after a jump a frame of the jumped range may still come in. An engine takes longer to start.
 const LATE_FOR: Duration = Duration::from_secs(5);
@@ -119,19 +119,25 @@ impl Cursor {
 
     /// A frame out of a replay was applied: its live copy may follow.
     pub fn replayed(&mut self, seq: u64, content: Digest, now: Millis) {
-        let keep = match self.order {
-            Order::Fifo => ECHOES,
-            Order::Unordered => REMEMBERED,
-        };
-        self.push(seq, Some(content), keep, now);
+        self.push(seq, Some(content), ECHOES, now);
     }
 
-    /// The state as of frame `seq` was taken from elsewhere.
-    pub fn jump(&mut self, seq: u64, now: Millis) {
+    /// The state as of frame `seq` was taken from elsewhere. Live copies from frame `oldest` on came in
+    /// meanwhile.
+    pub fn jump(&mut self, seq: u64, oldest: Option<u64>, now: Millis) {
         self.contents.clear();
         self.last = None;
-        self.push(seq, None, REMEMBERED, now);
+        let behind = oldest.and_then(|oldest| usize::try_from(seq.checked_sub(oldest)?).ok());
+        let behind = behind.filter(|behind| *behind < ECHOES).unwrap_or(0);
+        self.push(seq, None, REMEMBERED.max(behind + 1), now);
         self.jumped = now;
+    }
+
+    /// The last frame, whose state was taken from elsewhere, has this content.
+    pub fn learn(&mut self, content: Digest) {
+        if let Some(last) = self.contents.back_mut() {
+            last.get_or_insert(content);
+        }
     }
 
     /// Nothing is known any more.
@@ -232,7 +238,7 @@ mod tests {
     #[test]
     fn what_was_jumped_over_may_be_late_once_and_for_a_while() {
         let mut cursor = at(Order::Unordered, 9);
-        cursor.jump(15, NOW);
+        cursor.jump(15, None, NOW);
         assert_eq!(cursor.observe(12, frame(12), NOW), Observed::Stale);
         assert_eq!(cursor.observe(12, frame(12), NOW), Observed::Stale);
         assert_eq!(cursor.observe(12, frame(0), NOW), Observed::Restarted);
@@ -253,7 +259,7 @@ mod tests {
             assert!(cursor.contents.len() <= REMEMBERED);
             assert_eq!(cursor.observe(u64::MAX, frame(0), NOW), Observed::Stale);
             assert_eq!(cursor.observe(5, frame(5), NOW), Observed::Restarted);
-            cursor.jump(u64::MAX, NOW);
+            cursor.jump(u64::MAX, Some(0), NOW);
             cursor.replayed(2, frame(2), NOW);
             assert_eq!(cursor.last(), Some(2));
         }

@@ -76,6 +76,15 @@ impl Decoder {
             worker: stream.worker,
             rank: wire.rank.unwrap_or(stream.rank),
         };
+        if index.usage(of).is_none() {
+            // Not admitted: whatever a payload names must not be remembered.
+            return Batch {
+                of,
+                events: Vec::new(),
+                flaw: None,
+                made: millis(wire.sent_at),
+            };
+        }
         let block_size = self.block_size;
         let fresh = || Normalizer::new(of, block_size, dialect);
         let normalizer = self.normalizers.entry((stream, of)).or_insert_with(fresh);
@@ -129,6 +138,23 @@ impl Decode for Decoder {
         match payload {
             Payload::Engine { batch, .. } => Digest::of(batch),
             Payload::Event(event) => Digest::of(&identity(event)),
+        }
+    }
+
+    fn bytes(&self, payload: &Payload) -> usize {
+        match payload {
+            Payload::Engine { batch, .. } => batch.len(),
+            Payload::Event(event) => {
+                let told = match &event.change {
+                    Ok(Change::Stored(run)) => size_of_val(run.blocks.as_slice()),
+                    Ok(
+                        Change::Placed { engine_hashes, .. }
+                        | Change::Removed { engine_hashes, .. },
+                    ) => size_of_val(engine_hashes.as_slice()),
+                    Ok(Change::Cleared) | Err(_) => 0,
+                };
+                size_of::<RouterEvent>() + told
+            }
         }
     }
 
@@ -198,4 +224,28 @@ fn identity(event: &RouterEvent) -> Vec<u8> {
         Err(_) => add(32, &mut std::iter::empty()),
     }
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_that_nobody_admitted_leave_nothing_behind() {
+        let block_size = BlockSize::try_from(4).unwrap();
+        let index = Index::new(block_size);
+        let of = WorkerRank::new(7, 0);
+        index.admit(of);
+        let mut decoder = Decoder::new(block_size, Arc::default());
+        for rank in 0..1000_u32 {
+            let events = serde_json::json!([0.0, [], rank]);
+            let payload = Payload::Engine {
+                dialect: Dialect::Vllm,
+                batch: rmp_serde::to_vec(&events).unwrap().into(),
+            };
+            let batch = decoder.decode(of, &payload, &index);
+            assert_eq!(batch.of, WorkerRank::new(7, rank));
+        }
+        assert_eq!(decoder.normalizers.len(), 1);
+    }
 }

@@ -306,6 +306,8 @@ impl Follower {
                 if let Origin::Rank(of) = origin {
                     if let Some(before) = self.ranks.get(&of).copied() {
                         self.forget_feed(before);
+                        let outcome = self.ingest.disconnected(of, now);
+                        self.act(outcome);
                     }
                     self.removed.remove(&of.worker);
                     self.ranks.insert(of, id);

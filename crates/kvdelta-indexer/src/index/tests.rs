@@ -474,3 +474,33 @@ fn race_a_reused_node_is_never_taken_for_the_old_one() {
     });
     index.check().unwrap();
 }
+
+/// An engine that gives every block the same name holds nobody up: what it costs grows with its blocks.
+#[test]
+fn a_name_that_stands_for_many_blocks_costs_no_more_than_many_names() {
+    let index = Index::new(size());
+    let (of, other) = (RANKS[0], RANKS[2]);
+    index.admit(of);
+    index.admit(other);
+    let blocks = 200_000;
+    let same = (0..blocks).map(|block| StoredBlock {
+        block: BlockHash(block),
+        engine: EngineHash(7),
+    });
+    let change = Change::Stored(Stored {
+        tier: Tier::Device,
+        parent: None,
+        namespace: None,
+        blocks: same.collect(),
+        copies: Copies::Single,
+        source: None,
+    });
+    let told = index.apply(&Event { of, change });
+    assert_eq!(told.stored_blocks, blocks);
+    index.apply(&run(other, None, 0..3));
+    let told = index.apply(&gone(of, 7..8));
+    assert_eq!(told.removed_blocks, blocks);
+    assert!(index.held(of).is_empty());
+    assert_eq!(index.held(other).len(), 3);
+    index.check().unwrap();
+}

@@ -35,30 +35,45 @@ pub(super) struct Sent {
 #[derive(Debug)]
 pub(super) struct Held<P> {
     pub(super) frames: VecDeque<Frame<P>>,
+    bytes: usize,
     /// How many of them came in before the answer was asked for. Engines keep a frame before or while they
     /// publish it, so an answer that does not reach such a frame is of another life of the engine.
     pub(super) before: usize,
+    /// A full queue dropped frames since the answer was asked for, which it need not cover.
+    pub(super) lost: bool,
 }
 
 impl<P> Default for Held<P> {
     fn default() -> Self {
         Self {
             frames: VecDeque::new(),
+            bytes: 0,
             before: 0,
+            lost: false,
         }
     }
 }
 
 impl<P> Held<P> {
-    /// Keeps a frame; `true`: an older one was dropped for it. The answer covers the oldest ones anyway.
-    pub(super) fn push(&mut self, frame: Frame<P>, most: usize) -> bool {
+    /// Keeps a frame: how many older ones were dropped for it. The answer covers the oldest ones anyway.
+    pub(super) fn push(
+        &mut self,
+        frame: Frame<P>,
+        limits: &Limits,
+        bytes: impl Fn(&P) -> usize,
+    ) -> usize {
+        self.bytes = self.bytes.saturating_add(bytes(&frame.payload));
         self.frames.push_back(frame);
-        let full = self.frames.len() > most.max(1);
-        if full {
-            self.frames.pop_front();
+        let mut dropped = 0;
+        while self.frames.len() > 1
+            && (self.frames.len() > limits.held_frames || self.bytes > limits.held_bytes)
+            && let Some(oldest) = self.frames.pop_front()
+        {
+            self.bytes = self.bytes.saturating_sub(bytes(&oldest.payload));
             self.before = self.before.saturating_sub(1);
+            dropped += 1;
         }
-        full
+        dropped
     }
 }
 
@@ -85,6 +100,7 @@ pub(super) struct Source<P> {
     pub(super) failures: u32,
     fulls: u32,
     last_try: Millis,
+    last_full: Millis,
     /// Last frame or answer.
     pub(super) heard: Millis,
 }
@@ -106,6 +122,7 @@ impl<P> Source<P> {
             failures: 0,
             fulls: 0,
             last_try: Millis(0),
+            last_full: Millis(0),
             heard: now,
         }
     }
@@ -135,23 +152,24 @@ impl<P> Source<P> {
             None | Some(Need::Probe) if doubted => Need::Full,
             want => want?,
         };
-        if !self.can_compare() {
+        if need == Need::Rest && !self.can_compare() {
             need = Need::Full;
         }
-        let tries = match need {
-            Need::Probe | Need::Rest => self.failures,
-            Need::Full => self.failures.max(self.fulls_lately(now, limits)),
-        };
-        (tries == 0 || now >= self.last_try.plus(wait(tries, limits))).then_some(need)
+        let waited = |since: Millis, tries| tries == 0 || now >= since.plus(wait(tries, limits));
+        let may_ask = waited(self.last_try, self.failures)
+            && (need != Need::Full || waited(self.last_full, self.fulls_lately(now, limits)));
+        may_ask.then_some(need)
     }
 
     pub(super) fn ask(&mut self, sent: Sent) {
         self.last_try = sent.at;
         if sent.need == Need::Full {
             self.fulls = self.fulls.saturating_add(1);
+            self.last_full = sent.at;
         }
         let held = self.held.get_or_insert_default();
         held.before = held.frames.len();
+        held.lost = false;
         self.sent = Some(sent);
     }
 
@@ -185,7 +203,7 @@ impl<P> Source<P> {
 
     /// Refreshes of all that were asked for lately: each is dear, so they keep a distance that grows.
     fn fulls_lately(&mut self, now: Millis, limits: &Limits) -> u32 {
-        if now.since(self.last_try) > wait(self.fulls, limits).saturating_mul(2) {
+        if now.since(self.last_full) > wait(self.fulls, limits).saturating_mul(2) {
             self.fulls = 0;
         }
         self.fulls

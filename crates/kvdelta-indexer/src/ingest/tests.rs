@@ -696,11 +696,175 @@ fn a_probe_finds_a_lost_last_frame_without_lowering_trust() {
 }
 
 #[test]
-fn held_frames_are_bounded_and_what_is_dropped_is_counted() {
-    let mut room = Room::new(Limits {
-        held_frames: 10,
-        ..Limits::default()
+fn a_probe_after_a_dump_finds_a_lost_last_frame() {
+    let mut room = room(&[(0, Link::DYNAMO)]);
+    let Action::Dump { ticket, .. } = one(&room.ingest.connected(W, room.now)) else {
+        panic!("asked for all");
+    };
+    room.ingest
+        .dumped(W, ticket, vec![block(1, 9)], 9, room.now);
+    assert_eq!(room.state(W), COMPLETE);
+    // Frame 9 was never seen, so the answer can only show where the stream ends.
+    for _ in 0..2 {
+        let Action::Replay {
+            from_seq: 9,
+            ticket,
+            ..
+        } = one(&room.wait(Duration::from_secs(10)))
+        else {
+            panic!("an idle stream is asked for its last frame");
+        };
+        assert_eq!(room.state(W), COMPLETE);
+        let frames = vec![Frame {
+            seq: 9,
+            payload: block(1, 9),
+        }];
+        let out = room.ingest.replayed(W, ticket, frames, room.now);
+        assert!(out.actions.is_empty(), "{out:?}");
+        assert_eq!(room.state(W), COMPLETE);
+    }
+    // Now it is known: another frame 9 is of another life.
+    let Action::Replay { ticket, .. } = one(&room.wait(Duration::from_secs(10))) else {
+        panic!("asked");
+    };
+    let frames = vec![Frame {
+        seq: 9,
+        payload: block(2, 9),
+    }];
+    let out = room.ingest.replayed(W, ticket, frames, room.now);
+    let Action::Dump { ticket, .. } = one(&out) else {
+        panic!("{out:?}");
+    };
+    room.ingest
+        .dumped(W, ticket, vec![block(2, 9)], 9, room.now);
+    let Action::Replay { ticket, .. } = one(&room.wait(Duration::from_secs(10))) else {
+        panic!("asked");
+    };
+    // Frame 10 was lost, and none followed.
+    let frames = (9..=10).map(|seq| Frame {
+        seq,
+        payload: block(2, seq),
     });
+    let out = room.ingest.replayed(W, ticket, frames.collect(), room.now);
+    assert_eq!(room.state(W), holes(Reason::Recovering));
+    let Action::Dump { ticket, .. } = one(&out) else {
+        panic!("{out:?}");
+    };
+    let both = vec![block(2, 9), block(2, 10)];
+    room.ingest.dumped(W, ticket, both, 10, room.now);
+    assert_eq!(room.index.held(W).len(), 2);
+    assert_eq!(room.state(W), COMPLETE);
+}
+
+#[test]
+fn a_probe_finds_a_lost_first_frame() {
+    let mut room = room(&[(0, Link::ZMQ_REPLAY)]);
+    let Action::Replay { ticket, .. } = one(&room.ingest.connected(W, room.now)) else {
+        panic!("asked");
+    };
+    room.ingest.replayed(W, ticket, Vec::new(), room.now);
+    for frames in [Vec::new(), vec![block(1, 0)]] {
+        assert_eq!(room.state(W), COMPLETE);
+        let Action::Replay {
+            from_seq: 0,
+            ticket,
+            ..
+        } = one(&room.wait(Duration::from_secs(10)))
+        else {
+            panic!("an idle stream is asked for its first frame");
+        };
+        assert_eq!(room.state(W), COMPLETE);
+        let frames = (0..).zip(frames);
+        let frames = frames.map(|(seq, payload)| Frame { seq, payload });
+        room.ingest.replayed(W, ticket, frames.collect(), room.now);
+    }
+    assert_eq!(room.index.held(W).len(), 1);
+    assert_eq!(room.state(W), COMPLETE);
+}
+
+/// The answer was made before the frame that the full queue dropped.
+#[test]
+fn an_overflow_while_an_answer_is_under_way_is_asked_about_again() {
+    for link in [Link::ZMQ_REPLAY, Link::DYNAMO] {
+        let mut room = room(&[(0, link)]);
+        if link.dumps {
+            start_of_dynamo(&mut room);
+        } else {
+            forty(&mut room);
+        }
+        let Action::Replay {
+            from_seq, ticket, ..
+        } = one(&room.wait(Duration::from_secs(10)))
+        else {
+            panic!("a probe");
+        };
+        let out = room.ingest.overflowed(W, 1, room.now);
+        assert!(out.actions.is_empty(), "one request at a time");
+        let last = || {
+            vec![Frame {
+                seq: from_seq,
+                payload: block(1, from_seq),
+            }]
+        };
+        let out = room.ingest.replayed(W, ticket, last(), room.now);
+        assert_eq!(room.state(W), holes(Reason::Recovering), "{link:?}");
+        let Action::Replay { ticket, .. } = one(&out) else {
+            panic!("{out:?}");
+        };
+        room.ingest.replayed(W, ticket, last(), room.now);
+        assert_eq!(room.state(W), COMPLETE);
+    }
+}
+
+/// A busy engine publishes more than a few frames while it makes its answer.
+#[test]
+fn frames_that_an_answer_covers_are_not_taken_for_another_life() {
+    let mut room = room(&[(0, Link::DYNAMO)]);
+    start_of_dynamo(&mut room);
+    let Action::Replay { ticket, .. } = one(&room.frame(W, 15, block(1, 15))) else {
+        panic!("a range is asked for");
+    };
+    for seq in 16..=500 {
+        room.frame(W, seq, block(1, seq));
+    }
+    let frames = (9..=490).map(|seq| Frame {
+        seq,
+        payload: block(1, seq),
+    });
+    let out = room.ingest.replayed(W, ticket, frames.collect(), room.now);
+    assert!(out.actions.is_empty(), "{out:?}");
+    assert_eq!(room.state(W), COMPLETE);
+    assert_eq!(room.index.held(W).len(), 501);
+
+    let Action::Replay { ticket, .. } = one(&room.frame(W, 510, block(1, 510))) else {
+        panic!("a range is asked for");
+    };
+    for seq in 511..=1000 {
+        room.frame(W, seq, block(1, seq));
+    }
+    let all = (0..=990).map(|seq| block(1, seq)).collect();
+    let out = room.ingest.dumped(W, ticket, all, 990, room.now);
+    assert!(out.actions.is_empty(), "{out:?}");
+    assert_eq!(room.state(W), COMPLETE);
+    assert_eq!(room.index.held(W).len(), 1001);
+}
+
+#[test]
+fn held_frames_are_bounded_and_what_is_dropped_is_counted() {
+    // A frame of the model counts 1,000 bytes.
+    let by_frames = (10, usize::MAX);
+    let by_bytes = (usize::MAX, 10_999);
+    for (held_frames, held_bytes) in [by_frames, by_bytes] {
+        held_frames_are_bounded(Limits {
+            held_frames,
+            held_bytes,
+            ..Limits::default()
+        });
+    }
+}
+
+fn held_frames_are_bounded(limits: Limits) {
+    let mut room = Room::new(limits);
     room.ingest
         .admit(WorkerId(7), &[(DpRank(0), Link::ZMQ_REPLAY)], room.now);
     forty(&mut room);

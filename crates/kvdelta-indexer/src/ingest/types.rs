@@ -69,6 +69,9 @@ pub trait Decode {
     /// The payload's content, the same for a live frame and for its replay.
     fn digest(&self, payload: &Self::Payload) -> Digest;
 
+    /// About how many bytes of memory the payload takes.
+    fn bytes(&self, payload: &Self::Payload) -> usize;
+
     /// What the payload tells about rank `stream` of a worker, or about the rank that it names itself.
     fn decode(&mut self, stream: WorkerRank, payload: &Self::Payload, index: &Index) -> Batch;
 
@@ -125,6 +128,8 @@ pub struct Outcome {
 pub struct Limits {
     /// Live frames kept per stream while a recovery runs; older ones are dropped and counted.
     pub held_frames: usize,
+    /// Bytes of such frames per stream; one frame is kept, however large.
+    pub held_bytes: usize,
     /// Wait before the second try of a refresh; doubled for each further one.
     pub retry_first: Duration,
     /// Longest wait between tries.
@@ -140,6 +145,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             held_frames: 4096,
+            held_bytes: 64 << 20,
             retry_first: Duration::from_millis(500),
             retry_most: Duration::from_secs(60),
             answer_within: Duration::from_secs(10),

@@ -36,7 +36,13 @@ impl Groups {
 
     /// Learns from a store.
     pub(super) fn learn(&mut self, group: Option<u32>, kind: Option<&str>) {
-        let Some(kind) = kind else { return };
+        let Some(kind) = kind else {
+            // The only group of a plain model has the number 0.
+            if group.is_some_and(|group| group != self.anchor.unwrap_or(0)) {
+                self.seen = CacheGroups::Hybrid;
+            }
+            return;
+        };
         let is_main = matches!(is_main_attention(kind), Some(true));
         if let Some(group) = group {
             if is_main {

@@ -252,6 +252,19 @@ fn b11_second_attention_group_is_no_second_copy() {
 }
 
 #[test]
+fn b11_a_further_group_makes_the_model_hybrid_though_its_kind_is_not_told() {
+    let of_group = |group: u32| stored(&[1], None, &[1, 2, 3, 4], json!({"group_idx": group}));
+    let mut fleet = Fleet::new(Dialect::Vllm);
+    assert!(fleet.events(json!([of_group(0)])).is_empty());
+    assert_eq!(fleet.groups(), CacheGroups::Unknown, "a plain model");
+    assert_eq!(fleet.events(json!([of_group(1)])), ["unsupported_group"]);
+    assert_eq!(fleet.groups(), CacheGroups::Hybrid);
+    // Its own eviction does not show in the group that counts.
+    fleet.events(json!([{"type": "BlockRemoved", "block_hashes": [1], "group_idx": 1}]));
+    assert_eq!(fleet.q(&[1, 2, 3, 4]), 1);
+}
+
+#[test]
 fn b13_only_the_device_counts_for_a_skip() {
     let tokens = [1, 2, 3, 4];
     let device = stored(&[1], None, &tokens, json!({}));

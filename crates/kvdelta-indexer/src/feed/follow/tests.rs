@@ -445,6 +445,33 @@ async fn an_overflow_lowers_the_ranks_of_its_feed_alone() {
         .await;
 }
 
+/// Between the two nobody listened.
+#[tokio::test]
+async fn a_source_that_takes_the_place_of_another_does_not_inherit_its_trust() {
+    let following = Following::start(settings());
+    let script = |signals| {
+        Arc::new(Scripted {
+            signals: Mutex::new(signals),
+            origin: Origin::Rank(OF),
+        })
+    };
+    let cleared = event(OF, 0, dynamo::KvCacheEventData::Cleared);
+    let first = vec![Signal::Connected, frame(envelope(0, &[cleared]))];
+    following.control.follow(script(first), Admission::Named);
+    following
+        .until("complete", |following| {
+            following.trust() == Some(Trust::Complete)
+        })
+        .await;
+    let second = vec![Signal::Connected];
+    following.control.follow(script(second), Admission::Named);
+    following
+        .until("lowered", |following| {
+            following.trust() == Some(Trust::MayHaveHoles)
+        })
+        .await;
+}
+
 /// Dynamo's own local indexer.
 struct Local(Arc<LocalKvIndexer>);
 
