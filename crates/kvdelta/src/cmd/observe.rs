@@ -368,6 +368,7 @@ impl Discovery {
             runtime.block_on(control.remove(id));
         }
         followed.names.clear();
+        let mut unreachable = None;
         for (id, worker) in &fleet.workers {
             followed.names.insert(*id, worker.name.clone());
             if !new.contains(id) {
@@ -384,9 +385,14 @@ impl Discovery {
                         publisher,
                         endpoint,
                     } => {
-                        let feed =
-                            PublisherFeed::new(of, *publisher, endpoint, None, Timing::default())?;
-                        control.follow(Arc::new(feed), Admission::Named);
+                        let timing = Timing::default();
+                        // A rank that cannot be reached does not keep the others from being followed.
+                        match PublisherFeed::new(of, *publisher, endpoint, None, timing) {
+                            Ok(feed) => {
+                                control.follow(Arc::new(feed), Admission::Named);
+                            }
+                            Err(error) => unreachable = unreachable.or(Some((of, error))),
+                        }
                     }
                     Channel::Nats { .. } => by_nats.push(*rank),
                 }
@@ -397,7 +403,10 @@ impl Discovery {
         }
         followed.expected = fleet.ranks().collect();
         self.followed = Some(fleet);
-        Ok(())
+        match unreachable {
+            None => Ok(()),
+            Some((of, error)) => Err(error).with_context(|| format!("worker rank {of}")),
+        }
     }
 }
 
