@@ -349,6 +349,7 @@ impl Report {
                 "index",
                 "alone",
                 "with a reader",
+                "by processor",
                 "queries",
                 "p50",
                 "p99",

@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
-use crate::cache::{Cache, project_root};
+use crate::cache::{Cache, members, project_root};
 use crate::command::{logged, shown_status};
 use crate::frontend;
 
@@ -63,7 +63,7 @@ pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
 
 /// The benchmark of the index, built for speed.
 pub(crate) fn index(cache: &Cache) -> Result<PathBuf> {
-    let target = cache.folder("target/benches")?;
+    let target = cache.target("benches", &members())?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo
         .args(["build", "--release", "--locked", "--package", PACKAGE])

@@ -4,10 +4,12 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
+use crate::frontend::sources;
 use crate::progress::say;
 
 const VARIABLE: &str = "KVDELTA_CACHE";
@@ -52,6 +54,29 @@ impl Cache {
         let path = self.root.join(name);
         fs::create_dir_all(&path).with_context(|| format!("cannot make {}", path.display()))?;
         Ok(path)
+    }
+
+    /// The build folder `target/<name>`, which all clones share, for crates in `folders` of this one.
+    ///
+    /// Cargo tells a workspace's files by their path within it and by their time, so what another clone built
+    /// would pass for this one's wherever this one's files are older. They are made new when that is so.
+    pub(crate) fn target(&self, name: &str, folders: &[PathBuf]) -> Result<PathBuf> {
+        let target = self.folder(&format!("target/{name}"))?;
+        let mark = target.join(".clone");
+        let clone = project_root().display().to_string();
+        if fs::read_to_string(&mark).is_ok_and(|last| last == clone) {
+            return Ok(target);
+        }
+        let now = SystemTime::now();
+        for folder in folders {
+            for source in sources(folder)? {
+                let file = File::options().append(true).open(&source);
+                let touched = file.and_then(|file| file.set_modified(now));
+                touched.with_context(|| format!("cannot touch {}", source.display()))?;
+            }
+        }
+        fs::write(&mark, clone).with_context(|| format!("cannot write {}", mark.display()))?;
+        Ok(target)
     }
 
     /// The entry `name` for `key`, made by `make` unless it is there complete.
@@ -132,6 +157,11 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
     hex(&Sha256::digest(bytes))
 }
 
+/// The folders of this workspace's crates.
+pub(crate) fn members() -> [PathBuf; 2] {
+    ["crates", "benches"].map(|folder| project_root().join(folder))
+}
+
 /// The root of this clone.
 pub(crate) fn project_root() -> PathBuf {
     let manifest = std::env::var_os("CARGO_MANIFEST_DIR")
@@ -183,5 +213,30 @@ mod tests {
             entry(&Key::new().part("ab", b"c")),
             entry(&Key::new().part("a", b"bc"))
         );
+    }
+
+    #[test]
+    fn what_another_clone_built_is_older_than_this_ones_files() {
+        let (root, crates) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let cache = Cache::at(root.path());
+        let source = crates.path().join("lib.rs");
+        fs::write(&source, "").unwrap();
+        let old = SystemTime::UNIX_EPOCH;
+        let set_old = || {
+            let file = File::options().append(true).open(&source).unwrap();
+            file.set_modified(old).unwrap();
+        };
+        let modified = || fs::metadata(&source).unwrap().modified().unwrap();
+        let folders = [crates.path().to_owned()];
+        set_old();
+        let target = cache.target("some", &folders).unwrap();
+        assert!(modified() > old);
+        // The same clone again: cargo knows itself what is new.
+        set_old();
+        cache.target("some", &folders).unwrap();
+        assert_eq!(modified(), old);
+        fs::write(target.join(".clone"), "/another").unwrap();
+        cache.target("some", &folders).unwrap();
+        assert!(modified() > old);
     }
 }

@@ -13,6 +13,7 @@ use crate::cache::{Cache, Key, project_root};
 use crate::command;
 use crate::env;
 use crate::patch;
+use crate::unchanged;
 use crate::upstream::Pins;
 
 /// The program's name.
@@ -187,7 +188,7 @@ pub(crate) fn patch_registry(cargo: &mut Command, pins: &Pins, patched: &Path) {
 
 /// The build folder that all builds of Dynamo's crates share.
 pub(crate) fn target(cache: &Cache) -> Result<PathBuf> {
-    cache.folder("target/frontend")
+    cache.target("frontend", &[folder(), unchanged::folder()])
 }
 
 fn rustc_version() -> Result<String> {

@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser};
 
-use crate::cache::{Cache, project_root};
+use crate::cache::{Cache, members, project_root};
 use crate::command::{output, shown_run};
 use crate::demo;
 use crate::env;
@@ -218,7 +218,7 @@ fn format(_: &Cache) -> Result<()> {
 /// of the workspace.
 fn workspace_cargo(cache: &Cache, arguments: &[&str]) -> Result<Command> {
     let mut cargo = cargo(arguments);
-    cargo.env("CARGO_TARGET_DIR", cache.folder("target/workspace")?);
+    cargo.env("CARGO_TARGET_DIR", cache.target("workspace", &members())?);
     frontend::without_own_package(&mut cargo);
     Ok(cargo)
 }

@@ -95,8 +95,8 @@ pub struct Ticket(pub(super) u64);
 /// What the shell has to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Ask for the frames from `from_seq` on, `from_seq` included. Answer with [`Ingest::replayed`],
-    /// [`Ingest::dumped`] or [`Ingest::recovery_failed`].
+    /// Ask for the frames from `from_seq` on, `from_seq` included. Answer with [`Ingest::replayed`](crate::Ingest::replayed),
+    /// [`Ingest::dumped`](crate::Ingest::dumped) or [`Ingest::recovery_failed`](crate::Ingest::recovery_failed).
     Replay {
         /// Whose.
         of: WorkerRank,
@@ -105,7 +105,7 @@ pub enum Action {
         /// To be handed back.
         ticket: Ticket,
     },
-    /// Ask for the whole state. Answer with [`Ingest::dumped`] or [`Ingest::recovery_failed`].
+    /// Ask for the whole state. Answer with [`Ingest::dumped`](crate::Ingest::dumped) or [`Ingest::recovery_failed`](crate::Ingest::recovery_failed).
     Dump {
         /// Whose.
         of: WorkerRank,
