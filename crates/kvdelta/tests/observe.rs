@@ -538,6 +538,19 @@ fn bad_usage_is_exit_code_2_and_says_why() {
 }
 
 #[test]
+fn where_nothing_is_given_the_error_says_what_could_be() {
+    let hint = "name engines with --worker, or Dynamo's discovery with --file-kv or --etcd";
+    // Nothing is at that address, or an etcd without workers: either is an error.
+    let output = observe(&["--once", "--model=no-such-model"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.trim_end().ends_with(hint), "{error}");
+    let output = observe(&["--discovery=/none"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!error.contains(hint), "{error}");
+}
+
+#[test]
 fn a_reader_that_is_gone_ends_it_well() {
     let runtime = Runtime::new().unwrap();
     let [first, _] = two_engines(&runtime);

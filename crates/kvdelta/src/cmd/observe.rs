@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use kvdelta_indexer::feed::nats::{Credentials, NatsFeed, Scope};
 use kvdelta_indexer::feed::zmq::{EngineFeed, PublisherFeed, Timing};
@@ -42,6 +42,11 @@ const ADMISSION: Duration = Duration::from_secs(5);
 const TOPIC: &str = "";
 /// Dynamo's NATS broker, where nothing else is said.
 const NATS_SERVER: &str = "nats://localhost:4222";
+/// What says where discovery is, as Dynamo takes it.
+const STORE_VARIABLES: [&str; 3] = ["DYN_DISCOVERY_BACKEND", "DYN_FILE_KV", "ETCD_ENDPOINTS"];
+/// What to give where nothing is given.
+const OTHER_WAYS: &str =
+    "name engines with --worker, or Dynamo's discovery with --file-kv or --etcd";
 /// Cursor to the upper left corner, and what is behind it deleted.
 const REDRAW: &str = "\x1b[H\x1b[J";
 
@@ -182,7 +187,7 @@ fn observe(options: &Options) -> Result<u8> {
         None => Vec::new(),
     };
     let mut discovery = Discovery::new(options)?;
-    let fleet = discovery.as_ref().map(Discovery::read).transpose()?;
+    let fleet = discovery.as_ref().map(Discovery::read_first).transpose()?;
     let block_size = options
         .block_size
         .or(fleet.as_ref().map(|fleet| fleet.block_size))
@@ -286,6 +291,8 @@ struct Discovery {
     wanted: Wanted,
     component: Option<String>,
     block_size: Option<BlockSize>,
+    /// Neither options nor variables say where the store is.
+    is_guessed: bool,
     /// Until it is followed.
     nats: Option<NatsFeed>,
     followed: Option<Fleet>,
@@ -314,11 +321,20 @@ impl Discovery {
             },
             component: options.component.clone(),
             block_size: options.block_size,
+            is_guessed: !is_asked && STORE_VARIABLES.iter().all(|name| variable(name).is_none()),
             nats: Some(nats(options)),
             followed: None,
             read: Instant::now(),
             error: None,
         }))
+    }
+
+    /// As `read`; an error says what else could be given where nothing was.
+    fn read_first(&self) -> Result<Fleet> {
+        self.read().map_err(|error| match self.is_guessed {
+            true => anyhow!("{error:#}; {OTHER_WAYS}"),
+            false => error,
+        })
     }
 
     fn read(&self) -> Result<Fleet> {
