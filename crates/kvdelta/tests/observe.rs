@@ -503,6 +503,10 @@ fn bad_usage_is_exit_code_2_and_says_why() {
             "two workers are called \"a\"",
         ),
         (
+            &[worker, "--worker=b=tcp://127.0.0.1:1", "--block-size=4"],
+            "\"a\" and \"b\" have the same endpoint tcp://127.0.0.1:1",
+        ),
+        (
             &[worker, "--block-size=4", "--prompt-tokens", bad],
             "\"x\" is no token id",
         ),

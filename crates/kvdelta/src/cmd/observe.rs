@@ -29,7 +29,7 @@ use crate::observe::prompt;
 use crate::observe::reading::{Names, Reader};
 use crate::observe::snapshot::Snapshot;
 use crate::observe::table;
-use crate::observe::worker::Worker;
+use crate::observe::worker::{Worker, check_distinct};
 use crate::render::say;
 
 /// How often discovery is read again.
@@ -186,6 +186,7 @@ fn observe(options: &Options) -> Result<u8> {
             .with_context(|| format!("cannot read prompts from {}", path.display()))?,
         None => Vec::new(),
     };
+    check_distinct(&options.workers)?;
     let mut discovery = Discovery::new(options)?;
     let fleet = discovery.as_ref().map(Discovery::read_first).transpose()?;
     let block_size = options
@@ -237,9 +238,6 @@ struct Followed {
 fn follow_workers(workers: &[Worker], control: &Control, followed: &mut Followed) -> Result<()> {
     for (worker, id) in workers.iter().zip(1..) {
         let id = WorkerId(id);
-        if followed.names.values().any(|name| *name == worker.name) {
-            bail!("two workers are called {:?}", worker.name);
-        }
         followed.names.insert(id, worker.name.clone());
         for rank in 0..worker.ranks {
             let of = WorkerRank {
