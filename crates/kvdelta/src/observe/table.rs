@@ -2,7 +2,8 @@
 
 //! A snapshot as text.
 
-use std::fmt::Write as _;
+use std::collections::BTreeMap;
+use std::fmt::{Display, Write as _};
 
 use super::snapshot::{DeviceLine, OverlapLine, PromptLine, RankLine, Snapshot};
 use crate::render::plain;
@@ -26,6 +27,9 @@ pub(crate) fn text(snapshot: &Snapshot) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
     let _ = writeln!(text, "{}", head(snapshot));
+    if let Some(skipped) = skipped(&snapshot.events_skipped) {
+        let _ = writeln!(text, "{skipped}");
+    }
     let _ = writeln!(text, "{}", device(&snapshot.device));
     text.push('\n');
     text.push_str(&ranks(&snapshot.ranks));
@@ -75,16 +79,21 @@ fn head(snapshot: &Snapshot) -> String {
     if snapshot.messages_lost > 0 {
         head.push_str(&format!("; {} messages lost", snapshot.messages_lost));
     }
-    let skipped: u64 = snapshot.events_skipped.values().sum();
-    if skipped > 0 {
-        let reasons = snapshot.events_skipped.keys();
-        let reasons: Vec<String> = reasons.map(|reason| reason.replace('_', " ")).collect();
-        head.push_str(&format!(
-            "; {skipped} events skipped ({})",
-            reasons.join(", ")
-        ));
-    }
     head
+}
+
+/// Events that were not of use; `None`: all were.
+fn skipped(skipped: &BTreeMap<&'static str, u64>) -> Option<String> {
+    let events: u64 = skipped.values().sum();
+    let reasons = skipped.keys();
+    let reasons: Vec<String> = reasons.map(|reason| reason.replace('_', " ")).collect();
+    (events > 0).then(|| {
+        format!(
+            "{} skipped ({})",
+            counted(events, "event"),
+            reasons.join(", ")
+        )
+    })
 }
 
 fn device(device: &DeviceLine) -> String {
@@ -105,6 +114,7 @@ fn ranks(ranks: &[RankLine]) -> String {
         columns: [
             ("worker", Left),
             ("rank", Right),
+            ("trust", Left),
             ("device", Right),
             ("host", Right),
             ("disk", Right),
@@ -112,7 +122,6 @@ fn ranks(ranks: &[RankLine]) -> String {
             ("last event", Right),
             ("lag", Right),
             ("seq", Right),
-            ("trust", Left),
         ],
         rows: ranks
             .iter()
@@ -122,6 +131,10 @@ fn ranks(ranks: &[RankLine]) -> String {
                 [
                     plain(&rank.worker),
                     rank.dp_rank.to_string(),
+                    match reason {
+                        Some(reason) => format!("{trust}: {reason}"),
+                        None => trust,
+                    },
                     rank.device_blocks.to_string(),
                     rank.host_blocks.to_string(),
                     rank.disk_blocks.to_string(),
@@ -129,10 +142,6 @@ fn ranks(ranks: &[RankLine]) -> String {
                     or_dash(rank.last_event_age_seconds.map(duration)),
                     or_dash(rank.lag_seconds.map(duration)),
                     or_dash(rank.sequence.map(|sequence| sequence.to_string())),
-                    match reason {
-                        Some(reason) => format!("{trust}: {reason}"),
-                        None => trust,
-                    },
                 ]
             })
             .collect(),
@@ -203,8 +212,8 @@ impl<const N: usize> Table<N> {
     }
 }
 
-fn counted(count: usize, what: &str) -> String {
-    let plural = if count == 1 { "" } else { "s" };
+fn counted<N: Display + PartialEq + From<u8>>(count: N, what: &str) -> String {
+    let plural = if count == N::from(1) { "" } else { "s" };
     format!("{count} {what}{plural}")
 }
 
