@@ -519,6 +519,10 @@ fn bad_usage_is_exit_code_2_and_says_why() {
         (&[worker, "--block-size=4", "--salt=a"], "--prompt-tokens"),
         (&[worker, "--block-size=4", "--interval=0"], "at least 0.1"),
         (
+            &[worker, "--block-size=4", "--count=0"],
+            "not a number of snapshots, at least 1",
+        ),
+        (
             &[worker, "--block-size=4", "--once", "--count=2"],
             "cannot be used with",
         ),

@@ -131,7 +131,7 @@ pub(crate) struct Options {
     once: bool,
 
     /// Show so many snapshots and end.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = count)]
     count: Option<u64>,
 
     /// How long --once and --count wait for ranks that were not heard from.
@@ -148,6 +148,11 @@ fn block_size(text: &str) -> Result<BlockSize, String> {
         .parse()
         .map_err(|_| "not a number of tokens".to_owned())?;
     BlockSize::try_from(tokens).map_err(|error| error.to_string())
+}
+
+fn count(text: &str) -> Result<u64, String> {
+    let count = text.parse().ok().filter(|count| *count >= 1);
+    count.ok_or_else(|| "not a number of snapshots, at least 1".to_owned())
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
