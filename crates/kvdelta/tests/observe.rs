@@ -489,6 +489,20 @@ fn an_engine_that_says_that_it_holds_nothing_is_heard_from() {
 }
 
 #[test]
+fn another_block_size_is_said_and_is_exit_code_1() {
+    let runtime = Runtime::new().unwrap();
+    let [first, _] = two_engines(&runtime);
+    let worker = first.option("a");
+    let arguments = ["--once", "--wait=60", "--interval=0.1"];
+    let wrong = [&["--worker", &worker, "--block-size=8"], &arguments[..]].concat();
+    let output = observe(&wrong);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = "3 events skipped (block size mismatch): give the engine's --block-size\n";
+    assert!(text.contains(line), "{text}");
+}
+
+#[test]
 fn bad_usage_is_exit_code_2_and_says_why() {
     let mut bad = NamedTempFile::new().unwrap();
     writeln!(bad, "1 2 x").unwrap();

@@ -62,7 +62,8 @@ const REDRAW: &str = "\x1b[H\x1b[J";
   kvdelta observe --prompt-tokens prompts.json --once --json
 
 Exit codes: 0 ended well (also by Ctrl-C, or when the reader of a pipe is gone), 1 by the end there
-was a rank that was never heard from (no event, and no answer to a replay), 2 bad usage, or what was
+was a rank that was never heard from (no event, and no answer to a replay), no rank at all, or one
+that holds nothing while events were skipped for their block size, 2 bad usage, or what was
 asked for could not be read or written. With --once and --count the first snapshot waits until every
 rank was heard from, --wait seconds at most.")]
 pub(crate) struct Options {
@@ -498,7 +499,8 @@ impl Watch<'_> {
                 break;
             }
         }
-        Ok(self.exit_code())
+        let has_wrong_size = before.is_some_and(|last| last.has_wrong_block_size());
+        Ok(self.exit_code().max(u8::from(has_wrong_size)))
     }
 
     /// Waits until something is so, or for so long; `false`: interrupted.

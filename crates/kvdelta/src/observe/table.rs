@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::fmt::{Display, Write as _};
 
+use super::reading::BLOCK_SIZE_MISMATCH;
 use super::snapshot::{DeviceLine, OverlapLine, PromptLine, RankLine, Snapshot};
 use crate::render::plain;
 
@@ -27,8 +28,8 @@ pub(crate) fn text(snapshot: &Snapshot) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
     let _ = writeln!(text, "{}", head(snapshot));
-    if let Some(skipped) = skipped(&snapshot.events_skipped) {
-        let _ = writeln!(text, "{skipped}");
+    for line in skipped(&snapshot.events_skipped) {
+        let _ = writeln!(text, "{line}");
     }
     let _ = writeln!(text, "{}", device(&snapshot.device));
     text.push('\n');
@@ -82,17 +83,20 @@ fn head(snapshot: &Snapshot) -> String {
     head
 }
 
-/// Events that were not of use; `None`: all were.
-fn skipped(skipped: &BTreeMap<&'static str, u64>) -> Option<String> {
-    let events: u64 = skipped.values().sum();
-    let reasons = skipped.keys();
-    let reasons: Vec<String> = reasons.map(|reason| reason.replace('_', " ")).collect();
-    (events > 0).then(|| {
-        format!(
-            "{} skipped ({})",
-            counted(events, "event"),
-            reasons.join(", ")
-        )
+/// Lines on events that were not of use; one of them for those that an option would mend.
+fn skipped(skipped: &BTreeMap<&'static str, u64>) -> impl Iterator<Item = String> {
+    let (of_size, others): (Vec<_>, Vec<_>) = skipped
+        .iter()
+        .filter(|(_, events)| **events > 0)
+        .partition(|(reason, _)| **reason == BLOCK_SIZE_MISMATCH);
+    let lines = [(of_size, ": give the engine's --block-size"), (others, "")];
+    let lines = lines.into_iter().filter(|(skips, _)| !skips.is_empty());
+    lines.map(|(skips, remedy)| {
+        let events: u64 = skips.iter().map(|(_, events)| **events).sum();
+        let reasons = skips.iter().map(|(reason, _)| reason.replace('_', " "));
+        let reasons = reasons.collect::<Vec<_>>().join(", ");
+        let events = counted(events, "event");
+        format!("{events} skipped ({reasons}){remedy}")
     })
 }
 

@@ -42,6 +42,19 @@ fn losses_stand_in_the_first_lines() {
 }
 
 #[test]
+fn blocks_of_another_size_have_a_line_that_says_what_to_do() {
+    let mut snapshot = snapshot::tests::snapshot();
+    snapshot.events_skipped = [("block_size_mismatch", 1), ("unknown_type", 2)].into();
+    let text = text(&snapshot);
+    let lines: Vec<&str> = text.lines().skip(1).take(2).collect();
+    let expected = [
+        "1 event skipped (block size mismatch): give the engine's --block-size",
+        "2 events skipped (unknown type)",
+    ];
+    assert_eq!(lines, expected);
+}
+
+#[test]
 fn names_cannot_steer_the_terminal() {
     let mut snapshot = snapshot::tests::snapshot();
     snapshot.ranks[0].worker = "\x1b[2Jx".to_owned();
