@@ -61,10 +61,10 @@ const REDRAW: &str = "\x1b[H\x1b[J";
   kvdelta observe --block-size 16 --nats nats://10.0.0.3:4222 --namespace dynamo
   kvdelta observe --prompt-tokens prompts.json --once --json
 
-Exit codes: 0 ended well (also by Ctrl-C, or when the reader of a pipe is gone), 1 by the end there
-was a rank that was never heard from (no event, and no answer to a replay), no rank at all, or one
-that holds nothing while events were skipped for their block size, 2 bad usage, or what was
-asked for could not be read or written. With --once and --count the first snapshot waits until every
+Exit codes: 0 ended well (also when the reader of a pipe is gone), 1 by the end there was a rank that
+was never heard from (no event, and no answer to a replay), no rank at all, or one that holds nothing
+while events were skipped for their block size, 2 bad usage, or what was asked for could not be read
+or written. Ctrl-C ends it like --count. With --once and --count the first snapshot waits until every
 rank was heard from, --wait seconds at most.")]
 pub(crate) struct Options {
     #[arg(
