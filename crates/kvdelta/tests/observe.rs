@@ -483,7 +483,23 @@ fn an_engine_that_says_that_it_holds_nothing_is_heard_from() {
     let output = observe(&[&["--worker", &worker], &arguments[..]].concat());
     assert_eq!(output.status.code(), Some(0), "{output:?}");
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.ends_with("complete\n\n"), "{text}");
+    let row = text.lines().find(|line| line.starts_with("a "));
+    let columns: Option<Vec<&str>> = row.map(|row| row.split_whitespace().take(3).collect());
+    assert_eq!(columns, Some(vec!["a", "0", "complete"]), "{text}");
+}
+
+#[test]
+fn another_block_size_is_said_and_is_exit_code_1() {
+    let runtime = Runtime::new().unwrap();
+    let [first, _] = two_engines(&runtime);
+    let worker = first.option("a");
+    let arguments = ["--once", "--wait=60", "--interval=0.1"];
+    let wrong = [&["--worker", &worker, "--block-size=8"], &arguments[..]].concat();
+    let output = observe(&wrong);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let line = "3 events skipped (block size mismatch): give the engine's --block-size\n";
+    assert!(text.contains(line), "{text}");
 }
 
 #[test]
@@ -503,6 +519,10 @@ fn bad_usage_is_exit_code_2_and_says_why() {
             "two workers are called \"a\"",
         ),
         (
+            &[worker, "--worker=b=tcp://127.0.0.1:1", "--block-size=4"],
+            "\"a\" and \"b\" have the same endpoint tcp://127.0.0.1:1",
+        ),
+        (
             &[worker, "--block-size=4", "--prompt-tokens", bad],
             "\"x\" is no token id",
         ),
@@ -512,6 +532,10 @@ fn bad_usage_is_exit_code_2_and_says_why() {
         ),
         (&[worker, "--block-size=4", "--salt=a"], "--prompt-tokens"),
         (&[worker, "--block-size=4", "--interval=0"], "at least 0.1"),
+        (
+            &[worker, "--block-size=4", "--count=0"],
+            "not a number of snapshots, at least 1",
+        ),
         (
             &[worker, "--block-size=4", "--once", "--count=2"],
             "cannot be used with",
@@ -535,6 +559,19 @@ fn bad_usage_is_exit_code_2_and_says_why() {
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(error.contains(reason), "{arguments:?}: {error}");
     }
+}
+
+#[test]
+fn where_nothing_is_given_the_error_says_what_could_be() {
+    let hint = "name engines with --worker, or Dynamo's discovery with --file-kv or --etcd";
+    // Nothing is at that address, or an etcd without workers: either is an error.
+    let output = observe(&["--once", "--model=no-such-model"]);
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(error.trim_end().ends_with(hint), "{error}");
+    let output = observe(&["--discovery=/none"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!error.contains(hint), "{error}");
 }
 
 #[test]
@@ -568,7 +605,7 @@ fn an_interrupt_ends_it_well() {
     let mut child = command(&arguments).stdout(Stdio::piped()).spawn().unwrap();
     let mut output = BufReader::new(child.stdout.take().unwrap());
     let mut line = String::new();
-    while !line.contains("complete\n") || line.contains("not") {
+    while !line.starts_with("a ") || !line.contains("complete") {
         line.clear();
         assert!(output.read_line(&mut line).unwrap() > 0, "it ended");
     }

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use kvdelta_indexer::feed::nats::{Credentials, NatsFeed, Scope};
 use kvdelta_indexer::feed::zmq::{EngineFeed, PublisherFeed, Timing};
@@ -29,7 +29,7 @@ use crate::observe::prompt;
 use crate::observe::reading::{Names, Reader};
 use crate::observe::snapshot::Snapshot;
 use crate::observe::table;
-use crate::observe::worker::Worker;
+use crate::observe::worker::{Worker, check_distinct};
 use crate::render::say;
 
 /// How often discovery is read again.
@@ -42,6 +42,11 @@ const ADMISSION: Duration = Duration::from_secs(5);
 const TOPIC: &str = "";
 /// Dynamo's NATS broker, where nothing else is said.
 const NATS_SERVER: &str = "nats://localhost:4222";
+/// What says where discovery is, as Dynamo takes it.
+const STORE_VARIABLES: [&str; 3] = ["DYN_DISCOVERY_BACKEND", "DYN_FILE_KV", "ETCD_ENDPOINTS"];
+/// What to give where nothing is given.
+const OTHER_WAYS: &str =
+    "name engines with --worker, or Dynamo's discovery with --file-kv or --etcd";
 /// Cursor to the upper left corner, and what is behind it deleted.
 const REDRAW: &str = "\x1b[H\x1b[J";
 
@@ -56,9 +61,10 @@ const REDRAW: &str = "\x1b[H\x1b[J";
   kvdelta observe --block-size 16 --nats nats://10.0.0.3:4222 --namespace dynamo
   kvdelta observe --prompt-tokens prompts.json --once --json
 
-Exit codes: 0 ended well (also by Ctrl-C, or when the reader of a pipe is gone), 1 by the end there
-was a rank that was never heard from (no event, and no answer to a replay), 2 bad usage, or what was
-asked for could not be read or written. With --once and --count the first snapshot waits until every
+Exit codes: 0 ended well (also when the reader of a pipe is gone), 1 by the end there was a rank that
+was never heard from (no event, and no answer to a replay), no rank at all, or one that holds nothing
+while events were skipped for their block size, 2 bad usage, or what was asked for could not be read
+or written. Ctrl-C ends it like --count. With --once and --count the first snapshot waits until every
 rank was heard from, --wait seconds at most.")]
 pub(crate) struct Options {
     #[arg(
@@ -126,7 +132,7 @@ pub(crate) struct Options {
     once: bool,
 
     /// Show so many snapshots and end.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = count)]
     count: Option<u64>,
 
     /// How long --once and --count wait for ranks that were not heard from.
@@ -143,6 +149,11 @@ fn block_size(text: &str) -> Result<BlockSize, String> {
         .parse()
         .map_err(|_| "not a number of tokens".to_owned())?;
     BlockSize::try_from(tokens).map_err(|error| error.to_string())
+}
+
+fn count(text: &str) -> Result<u64, String> {
+    let count = text.parse().ok().filter(|count| *count >= 1);
+    count.ok_or_else(|| "not a number of snapshots, at least 1".to_owned())
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
@@ -181,8 +192,9 @@ fn observe(options: &Options) -> Result<u8> {
             .with_context(|| format!("cannot read prompts from {}", path.display()))?,
         None => Vec::new(),
     };
+    check_distinct(&options.workers)?;
     let mut discovery = Discovery::new(options)?;
-    let fleet = discovery.as_ref().map(Discovery::read).transpose()?;
+    let fleet = discovery.as_ref().map(Discovery::read_first).transpose()?;
     let block_size = options
         .block_size
         .or(fleet.as_ref().map(|fleet| fleet.block_size))
@@ -232,9 +244,6 @@ struct Followed {
 fn follow_workers(workers: &[Worker], control: &Control, followed: &mut Followed) -> Result<()> {
     for (worker, id) in workers.iter().zip(1..) {
         let id = WorkerId(id);
-        if followed.names.values().any(|name| *name == worker.name) {
-            bail!("two workers are called {:?}", worker.name);
-        }
         followed.names.insert(id, worker.name.clone());
         for rank in 0..worker.ranks {
             let of = WorkerRank {
@@ -286,6 +295,8 @@ struct Discovery {
     wanted: Wanted,
     component: Option<String>,
     block_size: Option<BlockSize>,
+    /// Neither options nor variables say where the store is.
+    is_guessed: bool,
     /// Until it is followed.
     nats: Option<NatsFeed>,
     followed: Option<Fleet>,
@@ -314,11 +325,20 @@ impl Discovery {
             },
             component: options.component.clone(),
             block_size: options.block_size,
+            is_guessed: !is_asked && STORE_VARIABLES.iter().all(|name| variable(name).is_none()),
             nats: Some(nats(options)),
             followed: None,
             read: Instant::now(),
             error: None,
         }))
+    }
+
+    /// As `read`; an error says what else could be given where nothing was.
+    fn read_first(&self) -> Result<Fleet> {
+        self.read().map_err(|error| match self.is_guessed {
+            true => anyhow!("{error:#}; {OTHER_WAYS}"),
+            false => error,
+        })
     }
 
     fn read(&self) -> Result<Fleet> {
@@ -479,7 +499,8 @@ impl Watch<'_> {
                 break;
             }
         }
-        Ok(self.exit_code())
+        let has_wrong_size = before.is_some_and(|last| last.has_wrong_block_size());
+        Ok(self.exit_code().max(u8::from(has_wrong_size)))
     }
 
     /// Waits until something is so, or for so long; `false`: interrupted.

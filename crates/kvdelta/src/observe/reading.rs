@@ -14,6 +14,9 @@ use kvdelta_indexer::{
 /// Share of the time that may go into counting what is held twice.
 const COUNTING_SHARE: u32 = 20;
 
+/// The indexer's label for events of blocks of another size than the index has.
+pub(crate) const BLOCK_SIZE_MISMATCH: &str = "block_size_mismatch";
+
 /// Everything that a snapshot is made of, at one time.
 #[derive(Debug, Clone)]
 pub(crate) struct Reading {
@@ -27,6 +30,17 @@ pub(crate) struct Reading {
     pub(crate) lost: u64,
     /// Events that were not of use, by reason.
     pub(crate) skipped: BTreeMap<&'static str, u64>,
+}
+
+impl Reading {
+    /// Whether blocks have another size than was said, and a rank that told of some is shown to hold none.
+    /// Skips are not counted by rank: where they are mixed with ranks that are empty, this may be wrong.
+    pub(crate) fn has_wrong_block_size(&self) -> bool {
+        let is_empty =
+            |rank: &Rank| rank.standing.last_seq.is_some() && rank.usage.blocks == [0, 0, 0];
+        let skips = self.skipped.get(BLOCK_SIZE_MISMATCH);
+        skips.is_some_and(|skips| *skips > 0) && self.ranks.iter().any(is_empty)
+    }
 }
 
 /// One rank of a reading.

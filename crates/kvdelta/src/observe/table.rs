@@ -2,8 +2,10 @@
 
 //! A snapshot as text.
 
-use std::fmt::Write as _;
+use std::collections::BTreeMap;
+use std::fmt::{Display, Write as _};
 
+use super::reading::BLOCK_SIZE_MISMATCH;
 use super::snapshot::{DeviceLine, OverlapLine, PromptLine, RankLine, Snapshot};
 use crate::render::plain;
 
@@ -26,6 +28,9 @@ pub(crate) fn text(snapshot: &Snapshot) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.
     let _ = writeln!(text, "{}", head(snapshot));
+    for line in skipped(&snapshot.events_skipped) {
+        let _ = writeln!(text, "{line}");
+    }
     let _ = writeln!(text, "{}", device(&snapshot.device));
     text.push('\n');
     text.push_str(&ranks(&snapshot.ranks));
@@ -75,16 +80,24 @@ fn head(snapshot: &Snapshot) -> String {
     if snapshot.messages_lost > 0 {
         head.push_str(&format!("; {} messages lost", snapshot.messages_lost));
     }
-    let skipped: u64 = snapshot.events_skipped.values().sum();
-    if skipped > 0 {
-        let reasons = snapshot.events_skipped.keys();
-        let reasons: Vec<String> = reasons.map(|reason| reason.replace('_', " ")).collect();
-        head.push_str(&format!(
-            "; {skipped} events skipped ({})",
-            reasons.join(", ")
-        ));
-    }
     head
+}
+
+/// Lines on events that were not of use; one of them for those that an option would mend.
+fn skipped(skipped: &BTreeMap<&'static str, u64>) -> impl Iterator<Item = String> {
+    let (of_size, others): (Vec<_>, Vec<_>) = skipped
+        .iter()
+        .filter(|(_, events)| **events > 0)
+        .partition(|(reason, _)| **reason == BLOCK_SIZE_MISMATCH);
+    let lines = [(of_size, ": give the engine's --block-size"), (others, "")];
+    let lines = lines.into_iter().filter(|(skips, _)| !skips.is_empty());
+    lines.map(|(skips, remedy)| {
+        let events: u64 = skips.iter().map(|(_, events)| **events).sum();
+        let reasons = skips.iter().map(|(reason, _)| reason.replace('_', " "));
+        let reasons = reasons.collect::<Vec<_>>().join(", ");
+        let events = counted(events, "event");
+        format!("{events} skipped ({reasons}){remedy}")
+    })
 }
 
 fn device(device: &DeviceLine) -> String {
@@ -105,6 +118,7 @@ fn ranks(ranks: &[RankLine]) -> String {
         columns: [
             ("worker", Left),
             ("rank", Right),
+            ("trust", Left),
             ("device", Right),
             ("host", Right),
             ("disk", Right),
@@ -112,7 +126,6 @@ fn ranks(ranks: &[RankLine]) -> String {
             ("last event", Right),
             ("lag", Right),
             ("seq", Right),
-            ("trust", Left),
         ],
         rows: ranks
             .iter()
@@ -122,6 +135,10 @@ fn ranks(ranks: &[RankLine]) -> String {
                 [
                     plain(&rank.worker),
                     rank.dp_rank.to_string(),
+                    match reason {
+                        Some(reason) => format!("{trust}: {reason}"),
+                        None => trust,
+                    },
                     rank.device_blocks.to_string(),
                     rank.host_blocks.to_string(),
                     rank.disk_blocks.to_string(),
@@ -129,10 +146,6 @@ fn ranks(ranks: &[RankLine]) -> String {
                     or_dash(rank.last_event_age_seconds.map(duration)),
                     or_dash(rank.lag_seconds.map(duration)),
                     or_dash(rank.sequence.map(|sequence| sequence.to_string())),
-                    match reason {
-                        Some(reason) => format!("{trust}: {reason}"),
-                        None => trust,
-                    },
                 ]
             })
             .collect(),
@@ -203,8 +216,8 @@ impl<const N: usize> Table<N> {
     }
 }
 
-fn counted(count: usize, what: &str) -> String {
-    let plural = if count == 1 { "" } else { "s" };
+fn counted<N: Display + PartialEq + From<u8>>(count: N, what: &str) -> String {
+    let plural = if count == N::from(1) { "" } else { "s" };
     format!("{count} {what}{plural}")
 }
 

@@ -2,8 +2,10 @@
 
 //! The option `--worker`: an engine's name and where it publishes.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
+use anyhow::{Result as AnyResult, bail};
 use kvdelta_indexer::Dialect;
 use kvdelta_indexer::feed::zmq::endpoint_of_rank;
 
@@ -64,6 +66,34 @@ impl FromStr for Worker {
     }
 }
 
+/// Refuses workers that are the same one twice: its blocks would all count as held twice.
+///
+/// # Errors
+/// Two have the same name, or the same endpoint for one of their ranks.
+pub(crate) fn check_distinct(workers: &[Worker]) -> AnyResult<()> {
+    let mut names = BTreeSet::new();
+    let mut endpoints = BTreeMap::new();
+    for worker in workers {
+        let name = &worker.name;
+        if !names.insert(name) {
+            bail!("two workers are called {name:?}");
+        }
+        for first in [Some(&worker.endpoint), worker.replay.as_ref()] {
+            let Some(first) = first else { continue };
+            for rank in 0..worker.ranks {
+                let endpoint = endpoint_of_rank(first, rank)?;
+                match endpoints.get(&endpoint) {
+                    Some(other) if *other != name => {
+                        bail!("{other:?} and {name:?} have the same endpoint {endpoint}");
+                    }
+                    _ => endpoints.insert(endpoint, name),
+                };
+            }
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -87,6 +117,34 @@ mod tests {
             ..expected
         };
         assert_eq!(text.parse(), Ok(expected));
+    }
+
+    #[test]
+    fn the_same_engine_twice_is_refused() {
+        let check = |options: &[&str]| {
+            let workers = options.iter().map(|option| option.parse().unwrap());
+            let checked = check_distinct(&workers.collect::<Vec<_>>());
+            checked.map_err(|error| error.to_string())
+        };
+        let (a, b) = ("a=tcp://h:5557,replay=tcp://h:6557", "b=tcp://h:5559");
+        assert_eq!(check(&[a, b]), Ok(()));
+        for (second, reason) in [
+            ("a=tcp://h:1", "two workers are called \"a\""),
+            (
+                "b=tcp://h:5557",
+                "\"a\" and \"b\" have the same endpoint tcp://h:5557",
+            ),
+            (
+                "b=tcp://h:5555,ranks=3",
+                "\"a\" and \"b\" have the same endpoint tcp://h:5557",
+            ),
+            (
+                "b=tcp://h:1,replay=tcp://h:6557",
+                "\"a\" and \"b\" have the same endpoint tcp://h:6557",
+            ),
+        ] {
+            assert_eq!(check(&[a, second]), Err(reason.to_owned()));
+        }
     }
 
     #[test]

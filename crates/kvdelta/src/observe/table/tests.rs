@@ -9,10 +9,10 @@ fn a_snapshot_as_text() {
 21:40:17 UTC  3 ranks, blocks of 16 tokens; 1 not complete
 device memory: 1536 blocks, 1100 distinct, 436 (28.4 %) held twice
 
-worker    rank  device  host  disk  events/s  last event    lag  seq  trust
-decode-0     0    1024     0     0      15.0       1.0 s  12 ms   41  complete
-decode-1     0     512    64     8       0.0       1.0 s  12 ms   41  complete
-decode-1     1       0     0     0       0.0           -      -    -  unknown: never heard
+worker    rank  trust                 device  host  disk  events/s  last event    lag  seq
+decode-0     0  complete                1024     0     0      15.0       1.0 s  12 ms   41
+decode-1     0  complete                 512    64     8       0.0       1.0 s  12 ms   41
+decode-1     1  unknown: never heard       0     0     0       0.0           -      -    -
 
 prompt 1: 100 tokens, 6 whole blocks
 worker    rank  overlap  tokens   share  host  disk
@@ -30,14 +30,28 @@ decode-1     1        0       0      -     0     0
 }
 
 #[test]
-fn losses_stand_in_the_first_line() {
+fn losses_stand_in_the_first_lines() {
     let mut snapshot = snapshot::tests::snapshot();
     snapshot.messages_lost = 7;
-    snapshot.events_skipped = [("block_size", 3), ("unknown_type", 1)].into();
+    snapshot.events_skipped = [("malformed", 3), ("unknown_type", 1)].into();
     let text = text(&snapshot);
-    let expected = "21:40:17 UTC  3 ranks, blocks of 16 tokens; 1 not complete; 7 messages lost; \
-                    4 events skipped (block size, unknown type)";
+    let expected = "21:40:17 UTC  3 ranks, blocks of 16 tokens; 1 not complete; 7 messages lost";
     assert_eq!(text.lines().next(), Some(expected));
+    let expected = "4 events skipped (malformed, unknown type)";
+    assert_eq!(text.lines().nth(1), Some(expected));
+}
+
+#[test]
+fn blocks_of_another_size_have_a_line_that_says_what_to_do() {
+    let mut snapshot = snapshot::tests::snapshot();
+    snapshot.events_skipped = [("block_size_mismatch", 1), ("unknown_type", 2)].into();
+    let text = text(&snapshot);
+    let lines: Vec<&str> = text.lines().skip(1).take(2).collect();
+    let expected = [
+        "1 event skipped (block size mismatch): give the engine's --block-size",
+        "2 events skipped (unknown type)",
+    ];
+    assert_eq!(lines, expected);
 }
 
 #[test]
