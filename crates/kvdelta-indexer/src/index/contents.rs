@@ -262,8 +262,8 @@ impl Tree {
     }
 
     pub(super) fn first_hash(&self, node: &Node) -> BlockHash {
-        let cell = self.hashes.get(node.base.load(Ordering::Relaxed));
-        BlockHash(cell.map_or(0, |cell| cell.load(Ordering::Relaxed)))
+        let first = self.hash(node.base.load(Ordering::Relaxed));
+        first.unwrap_or(BlockHash(0))
     }
 
     /// Position and sequence hash of the block `bit` of a node. `ends` remembers those of whole nodes.

@@ -31,6 +31,10 @@ impl Tree {
                 };
                 let before = node.held_by(holder, &self.more);
                 let new = self.bit(node, block) & !before;
+                if !writer.make_room(self, node) {
+                    applied.refused = Some(Refused::Full);
+                    return applied;
+                }
                 applied.count_stored(new != 0);
                 self.hold(writer, holder, at, node, before, new);
             }

@@ -228,7 +228,8 @@ impl Descent<'_> {
             node,
             before,
             span(offset, blocks(known.len())),
-        )
+        );
+        true
     }
 
     /// New blocks, at the node's end.
@@ -257,7 +258,8 @@ impl Descent<'_> {
         }
         node.len.store(offset + count, Ordering::Release);
         let before = node.held_by(self.holder, &tree.more);
-        self.hold(tree, writer, at, node, before, span(offset, count))
+        self.hold(tree, writer, at, node, before, span(offset, count));
+        true
     }
 
     fn hold(
@@ -268,11 +270,11 @@ impl Descent<'_> {
         node: &Node,
         before: u32,
         wanted: u32,
-    ) -> bool {
+    ) {
         let new = wanted & !before;
         self.applied.stored_blocks += u64::from(new.count_ones());
         self.applied.repeated_blocks += u64::from((wanted & before).count_ones());
-        tree.hold(writer, self.holder, at, node, before, new)
+        tree.hold(writer, self.holder, at, node, before, new);
     }
 
     fn make_room(&mut self, tree: &Tree, writer: &mut Writer, node: &Node) -> bool {
@@ -295,7 +297,7 @@ impl Descent<'_> {
 }
 
 impl Tree {
-    /// `holder`, which held the blocks `before` of a node, comes to hold `new` too.
+    /// `holder`, which held the blocks `before` of a node, comes to hold `new` too. After `make_room`.
     pub(super) fn hold(
         &self,
         writer: &mut Writer,
@@ -304,12 +306,9 @@ impl Tree {
         node: &Node,
         before: u32,
         new: u32,
-    ) -> bool {
+    ) {
         if new == 0 {
-            return true;
-        }
-        if !writer.make_room(self, node) {
-            return false;
+            return;
         }
         node.set_held_by(holder, before | new, &self.more);
         if let Some(cells) = self.holders.get(holder) {
@@ -320,7 +319,6 @@ impl Tree {
         if before == 0 {
             self.note_node(writer, holder, at);
         }
-        true
     }
 
     fn note_node(&self, writer: &mut Writer, holder: u32, at: u32) {

@@ -318,7 +318,7 @@ impl Tree {
         self.children.pin().get(&(at, offset, hash)).copied()
     }
 
-    fn hash(&self, block: u32) -> Option<BlockHash> {
+    pub(super) fn hash(&self, block: u32) -> Option<BlockHash> {
         let cell = self.hashes.get(block)?;
         Some(BlockHash(cell.load(Ordering::Relaxed)))
     }
