@@ -1,0 +1,5 @@
+#![doc = include_str!("../README.md")]
+
+mod claimable;
+
+pub use claimable::{Cached, Claimable, NoClaim, PromptShape, claimable};

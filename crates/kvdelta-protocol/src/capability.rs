@@ -1,0 +1,122 @@
+//! What a decode worker advertises in its runtime data.
+
+use kvdelta_indexer::BlockSize;
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use crate::decode_cache_info::VERSION;
+
+/// Key of [`Capability`] in a worker's runtime data.
+pub const CAPABILITY_KEY: &str = "decode_cache_info";
+
+/// A decode worker's word that it settles claims; absent: it does not know them.
+///
+/// Unknown fields are ignored, so that a later worker can say more.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capability {
+    /// The highest version of `DecodeCacheInfo` that its connector settles.
+    pub version: u32,
+    /// Tokens in a block of its cache.
+    pub block_size: BlockSize,
+    /// Whether it looks prompts up in its cache at all.
+    pub prefix_caching: bool,
+    /// Kinds of its cache groups, one entry each.
+    pub cache_groups: Vec<CacheGroup>,
+}
+
+/// A kind of KV cache group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum CacheGroup {
+    /// Every token's KV is kept.
+    FullAttention,
+    /// The same with one latent for all heads.
+    MlaAttention,
+    /// Only a window's is.
+    SlidingWindow,
+    /// A state, not a list of blocks.
+    Mamba,
+    /// A kind that this reader does not know.
+    #[serde(other)]
+    Unknown,
+}
+
+/// Why a worker gets no claims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum NoCapability {
+    /// It advertises nothing, or something that cannot be read.
+    #[error("the worker does not advertise {CAPABILITY_KEY}")]
+    NotAdvertised,
+    /// It settles older claims only.
+    #[error("the worker settles claims of version {0}, written are those of version {VERSION}")]
+    Version(u32),
+    /// Its prefix cache is off.
+    #[error("the worker's prefix caching is off")]
+    PrefixCachingOff,
+    /// Its blocks are not those that the router hashes.
+    #[error(
+        "the worker has blocks of {worker_tokens} tokens, the router hashes blocks of {router_tokens}"
+    )]
+    BlockSize {
+        /// What the worker says.
+        worker_tokens: u32,
+        /// What the router's index has.
+        router_tokens: u32,
+    },
+    /// It has a cache group of which not every prefix can be reused.
+    #[error(
+        "a cache group of the worker is of kind {0:?}, whose blocks do not make a prefix reusable"
+    )]
+    CacheGroup(CacheGroup),
+    /// It names no cache group.
+    #[error("the worker names no cache group")]
+    NoCacheGroups,
+}
+
+impl NoCapability {
+    /// The label of the metric.
+    pub const fn as_label(self) -> &'static str {
+        match self {
+            Self::NotAdvertised => "not_advertised",
+            Self::Version(_) => "version",
+            Self::PrefixCachingOff => "prefix_caching_off",
+            Self::BlockSize { .. } => "block_size",
+            Self::CacheGroup(_) | Self::NoCacheGroups => "cache_groups",
+        }
+    }
+}
+
+impl Capability {
+    /// Whether a claim in blocks of `block_size` may be made about the worker.
+    ///
+    /// # Errors
+    /// Why not, see [`NoCapability`].
+    pub fn check(&self, block_size: BlockSize) -> Result<(), NoCapability> {
+        if self.version < VERSION {
+            return Err(NoCapability::Version(self.version));
+        }
+        if !self.prefix_caching {
+            return Err(NoCapability::PrefixCachingOff);
+        }
+        if self.block_size != block_size {
+            return Err(NoCapability::BlockSize {
+                worker_tokens: self.block_size.into(),
+                router_tokens: block_size.into(),
+            });
+        }
+        if self.cache_groups.is_empty() {
+            return Err(NoCapability::NoCacheGroups);
+        }
+        let whole = [CacheGroup::FullAttention, CacheGroup::MlaAttention];
+        match self
+            .cache_groups
+            .iter()
+            .find(|group| !whole.contains(group))
+        {
+            Some(group) => Err(NoCapability::CacheGroup(*group)),
+            None => Ok(()),
+        }
+    }
+}
