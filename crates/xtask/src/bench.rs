@@ -20,6 +20,7 @@ use crate::frontend;
   cargo xtask bench replay --help              what else it takes, and where there is a trace
   cargo xtask bench index --trace conversation_trace.jsonl
   cargo xtask bench index --quick              small data, for its answers rather than its times
+  cargo xtask bench query
 
 Exit codes: 0 done, 1 failed, 2 an option that cannot be used.")]
 pub(crate) struct Options {
@@ -43,17 +44,24 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// From tokens to a claim, beside hashing alone and Dynamo's overlap scores.
+    #[command(disable_help_flag = true)]
+    Query {
+        /// Options of the benchmark; `--help` lists them.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
 }
 
-/// The package in `benches/` and its program.
+/// The package in `benches/`.
 const PACKAGE: &str = "kvdelta-benches";
-const PROGRAM: &str = "bench-index";
 
 /// Runs `cargo xtask bench`.
 pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
     let (program, arguments) = match options.bench {
         Bench::Replay { arguments } => (frontend::example(cache, "fleet_replay")?, arguments),
-        Bench::Index { arguments } => (index(cache)?, arguments),
+        Bench::Index { arguments } => (program(cache, "bench-index")?, arguments),
+        Bench::Query { arguments } => (program(cache, "bench-query")?, arguments),
     };
     let status = shown_status(Command::new(program).args(arguments))?;
     // The program has told what is wrong; its exit codes are this command's.
@@ -61,8 +69,8 @@ pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// The benchmark of the index, built for speed.
-pub(crate) fn index(cache: &Cache) -> Result<PathBuf> {
+/// A program of the benchmarks, built for speed.
+pub(crate) fn program(cache: &Cache, name: &str) -> Result<PathBuf> {
     let target = cache.target("benches", &members())?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo
@@ -70,7 +78,7 @@ pub(crate) fn index(cache: &Cache) -> Result<PathBuf> {
         .current_dir(project_root())
         .env("CARGO_TARGET_DIR", &target);
     frontend::without_own_package(&mut cargo);
-    let log = cache.folder("logs")?.join(format!("{PROGRAM}.log"));
-    logged(PROGRAM, cargo, &log)?;
-    Ok(target.join("release").join(PROGRAM))
+    let log = cache.folder("logs")?.join(format!("{name}.log"));
+    logged(name, cargo, &log)?;
+    Ok(target.join("release").join(name))
 }
