@@ -48,8 +48,10 @@ pub struct Candidate {
     pub cached_blocks: usize,
     /// The engine's hash of the last of them; `None`: nothing cached, or the index does not tell it.
     pub last: Option<EngineHash>,
-    /// `None`: not known, as of a worker that has just registered. It is never taken for 0, but for the
-    /// largest that is known of a candidate that may be chosen.
+    /// `None`: not known, as of a worker that has just registered. It is not taken for 0, which would draw
+    /// everything there, nor for a large one, which would leave it idle, but for the least that is known of a
+    /// candidate that may be chosen, so that it has the chance of an equal; where none is known, for this
+    /// request alone. With its first request booked there it is known.
     pub load: Option<Load>,
     /// Blocks of its KV cache: Dynamo's `total_kv_blocks`, of one rank. `None`: not known, and neither is
     /// whether it has room or is busy.
@@ -139,7 +141,8 @@ pub struct PrefillCandidate {
     /// Whole blocks of the prompt that it need not compute.
     pub cached_blocks: usize,
     /// Prompt tokens that it has still to compute for others: Dynamo's `active_prefill_tokens`. `None`: not
-    /// known; taken for the largest that is known of a candidate that may be chosen.
+    /// known; taken for the least that is known of a candidate that may be chosen, and where none is, for as many
+    /// as this prompt has.
     pub queued_tokens: Option<usize>,
     /// Why the caller rules it out.
     pub refused: Option<Refusal>,

@@ -121,30 +121,27 @@ pub fn choose(
     asked: Asked,
 ) -> Result<Choice<BlockTerms>, NoChoice> {
     let shape = asked.shape;
-    let terms = |candidate: &Candidate, otherwise| cost.terms(candidate, shape, otherwise);
     let mut refused = Refusals::default();
     let mut leading = Leading::new(asked.tie_break);
-    let (mut unknown, mut most) = (0, 0);
+    let (mut least, mut unknown) = (None, 0);
     for candidate in candidates {
         if let Some(why) = candidate.refusal(shape, asked.busy) {
             refused.count(why);
-        } else if candidate.load.is_none() {
-            unknown += 1;
-        } else {
-            let terms = terms(candidate, 0);
-            most = most.max(terms.load.blocks);
+        } else if let Some(load) = candidate.load {
+            let load = LoadTerm::known(load.with_request(shape));
+            least = Some(least.map_or(load.blocks, |least: usize| least.min(load.blocks)));
+            let terms = cost.terms(candidate, load, shape);
             leading.see(candidate.of, terms.cost(), (candidate, terms));
+        } else {
+            unknown += 1;
         }
     }
     if unknown > 0 {
-        let without = candidates
-            .iter()
-            .filter(|candidate| candidate.load.is_none());
-        for candidate in without {
-            if candidate.refusal(shape, asked.busy).is_none() {
-                let terms = terms(candidate, most);
-                leading.see(candidate.of, terms.cost(), (candidate, terms));
-            }
+        let load = LoadTerm::assumed(least.unwrap_or(shape.blocks()));
+        let without = candidates.iter().filter(|one| one.load.is_none());
+        for candidate in without.filter(|one| one.refusal(shape, asked.busy).is_none()) {
+            let terms = cost.terms(candidate, load, shape);
+            leading.see(candidate.of, terms.cost(), (candidate, terms));
         }
     }
     let choice = leading.choice(refused, |(candidate, terms)| Priced {
@@ -171,9 +168,11 @@ pub fn choose_pair(
     let shape = asked.shape;
     let may = |candidate: &&Candidate| candidate.refusal(shape, asked.busy).is_none();
     let loads = decode.iter().filter(may).filter_map(|one| one.load);
-    let most_load = loads.map(|load| load.with_request(shape)).max();
+    let least_load = loads.map(|load| load.with_request(shape)).min();
+    let assumed_load = LoadTerm::assumed(least_load.unwrap_or(shape.blocks()));
     let allowed = prefill.iter().filter(|one| one.refused.is_none());
-    let most_queued = allowed.clone().filter_map(|one| one.queued_tokens).max();
+    let least_queue = allowed.clone().filter_map(|one| one.queued_tokens).min();
+    let assumed_queue = QueueTerm::assumed(least_queue.unwrap_or(shape.prompt_tokens));
 
     let mut refused = Refusals::default();
     let mut leading = Leading::new(asked.tie_break);
@@ -182,16 +181,17 @@ pub fn choose_pair(
             refused.count(why);
             continue;
         }
-        let load = LoadTerm::of(decode, shape, most_load.unwrap_or(0));
+        let load = decode.load.map_or(assumed_load, |load| {
+            LoadTerm::known(load.with_request(shape))
+        });
         let mut best = Leading::new(asked.tie_break);
         for prefill in allowed.clone() {
             let Some(link) = link(prefill.of, decode.of) else {
                 continue;
             };
-            let queued = QueueTerm {
-                tokens: prefill.queued_tokens.or(most_queued).unwrap_or(0),
-                is_known: prefill.queued_tokens.is_some(),
-            };
+            let queued = prefill
+                .queued_tokens
+                .map_or(assumed_queue, QueueTerm::known);
             let terms = cost.terms((prefill, queued), (decode, load), link, shape);
             best.see(prefill.of, terms.cost(), terms);
         }

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use kvdelta_indexer::WorkerRank;
+
 use crate::candidate::{Candidate, PrefillCandidate};
 use crate::claimable::PromptShape;
 use crate::error::BadSetting;
@@ -96,16 +98,15 @@ pub struct BlockCost {
 }
 
 impl BlockCost {
-    /// The terms of a candidate, whose load counts as `otherwise` where it is not known.
     pub(crate) fn terms(
-        &self,
+        self,
         candidate: &Candidate,
+        load: LoadTerm,
         shape: PromptShape,
-        otherwise: usize,
     ) -> BlockTerms {
         BlockTerms {
-            by: *self,
-            load: LoadTerm::of(candidate, shape, otherwise),
+            by: self,
+            load,
             cached_blocks: candidate.cached_blocks,
             prompt_blocks: shape.blocks(),
         }
@@ -117,17 +118,19 @@ impl BlockCost {
 pub struct LoadTerm {
     /// Blocks with this request booked.
     pub blocks: usize,
-    /// Whether that is known of this rank; else it is the largest load that is known of another.
+    /// Whether that is known of this rank; else it is assumed, see [`Candidate::load`].
     pub is_known: bool,
 }
 
 impl LoadTerm {
-    pub(crate) fn of(candidate: &Candidate, shape: PromptShape, otherwise: usize) -> Self {
-        let known = candidate.load.map(|load| load.with_request(shape));
-        Self {
-            blocks: known.unwrap_or(otherwise),
-            is_known: known.is_some(),
-        }
+    pub(crate) const fn known(blocks: usize) -> Self {
+        let is_known = true;
+        Self { blocks, is_known }
+    }
+
+    pub(crate) const fn assumed(blocks: usize) -> Self {
+        let is_known = false;
+        Self { blocks, is_known }
     }
 }
 
@@ -210,6 +213,7 @@ impl PairCost {
         let missing = decode.missing_blocks(shape);
         let bytes = missing as f64 * self.block_bytes as f64;
         PairTerms {
+            prefill: prefill.of,
             queued,
             uncached_tokens: uncached,
             missing_blocks: missing,
@@ -227,8 +231,20 @@ impl PairCost {
 pub struct QueueTerm {
     /// Prompt tokens of other requests.
     pub tokens: usize,
-    /// Whether that is known of this rank; else it is the most that is known of another.
+    /// Whether that is known of this rank; else it is assumed, see [`PrefillCandidate::queued_tokens`].
     pub is_known: bool,
+}
+
+impl QueueTerm {
+    pub(crate) const fn known(tokens: usize) -> Self {
+        let is_known = true;
+        Self { tokens, is_known }
+    }
+
+    pub(crate) const fn assumed(tokens: usize) -> Self {
+        let is_known = false;
+        Self { tokens, is_known }
+    }
 }
 
 /// What the cost of a pair is made of.
@@ -237,6 +253,8 @@ pub struct QueueTerm {
 /// for every pair alike.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PairTerms {
+    /// The prefill worker.
+    pub prefill: WorkerRank,
     /// What waits at the prefill worker.
     pub queued: QueueTerm,
     /// Tokens of this prompt that the prefill worker computes.
@@ -268,8 +286,9 @@ impl fmt::Display for PairTerms {
         let assumed = if queued.is_known { "" } else { " (assumed)" };
         write!(
             out,
-            "{:.3} ms = prefill {:.3} ({}{assumed} + {} tokens) + transfer {:.3} ({} blocks, {} cached) + decode \
-             {:.3} (load {})",
+            "prefill on {}: {:.3} ms = prefill {:.3} ({}{assumed} + {} tokens) + transfer {:.3} ({} \
+             blocks, {} cached) + decode {:.3} (load {})",
+            self.prefill,
             self.cost(),
             self.prefill_ms,
             queued.tokens,

@@ -4,6 +4,8 @@ mod candidate;
 mod choose;
 mod claimable;
 mod cost;
+#[cfg(feature = "dynamo")]
+pub mod dynamo;
 mod error;
 mod query;
 
