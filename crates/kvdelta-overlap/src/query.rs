@@ -37,6 +37,18 @@ impl Fleet {
         }
     }
 
+    /// Takes a rank out that is gone. Whether it was there.
+    pub fn remove(&mut self, of: WorkerRank) -> bool {
+        let Some(place) = self.places.remove(&of) else {
+            return false;
+        };
+        self.candidates.swap_remove(place);
+        if let Some(moved) = self.candidates.get(place) {
+            self.places.insert(moved.of, place);
+        }
+        true
+    }
+
     /// The candidates, with what the last query found.
     pub fn candidates(&self) -> &[Candidate] {
         &self.candidates
