@@ -124,29 +124,37 @@ pub fn choose(
     let mut refused = Refusals::default();
     let mut leading = Leading::new(asked.tie_break);
     let (mut least, mut unknown) = (None, 0);
+    let prompt = shape.blocks();
+    let price = |candidate: &Candidate, load: LoadTerm| {
+        cost.of(load.blocks, candidate.cached_blocks, prompt)
+    };
     for candidate in candidates {
         if let Some(why) = candidate.refusal(shape, asked.busy) {
             refused.count(why);
         } else if let Some(load) = candidate.load {
-            let load = LoadTerm::known(load.with_request(shape));
-            least = Some(least.map_or(load.blocks, |least: usize| least.min(load.blocks)));
-            let terms = cost.terms(candidate, load, shape);
-            leading.see(candidate.of, terms.cost(), (candidate, terms));
+            let load = load.with_request(shape);
+            least = Some(least.map_or(load, |least: usize| least.min(load)));
+            let load = LoadTerm::known(load);
+            leading.see(candidate.of, price(candidate, load), (candidate, load));
         } else {
             unknown += 1;
         }
     }
     if unknown > 0 {
-        let load = LoadTerm::assumed(least.unwrap_or(shape.blocks()));
+        let load = LoadTerm::assumed(least.unwrap_or(prompt));
         let without = candidates.iter().filter(|one| one.load.is_none());
         for candidate in without.filter(|one| one.refusal(shape, asked.busy).is_none()) {
-            let terms = cost.terms(candidate, load, shape);
-            leading.see(candidate.of, terms.cost(), (candidate, terms));
+            leading.see(candidate.of, price(candidate, load), (candidate, load));
         }
     }
-    let choice = leading.choice(refused, |(candidate, terms)| Priced {
+    let choice = leading.choice(refused, |(candidate, load)| Priced {
         cached: candidate.cached(),
-        terms,
+        terms: BlockTerms {
+            by: cost,
+            load,
+            cached_blocks: candidate.cached_blocks,
+            prompt_blocks: prompt,
+        },
     });
     choice.ok_or(NoChoice::of(refused))
 }
@@ -248,6 +256,9 @@ impl<T: Copy> Leading<T> {
     #[inline]
     fn see(&mut self, of: WorkerRank, cost: f64, what: T) {
         self.seen += 1;
+        if self.next.as_ref().is_some_and(|next| cost > next.cost) {
+            return;
+        }
         let seen = Seen { of, cost, what };
         let Some(best) = &self.best else {
             self.best = Some(seen);

@@ -101,18 +101,17 @@ pub struct BlockCost {
 }
 
 impl BlockCost {
-    pub(crate) fn terms(
-        self,
-        candidate: &Candidate,
-        load: LoadTerm,
-        shape: PromptShape,
-    ) -> BlockTerms {
-        BlockTerms {
-            by: self,
-            load,
-            cached_blocks: candidate.cached_blocks,
-            prompt_blocks: shape.blocks(),
-        }
+    /// What a load, an overlap and a prompt of these blocks cost, in blocks.
+    #[inline]
+    pub fn of(self, load: usize, cached: usize, prompt: usize) -> f64 {
+        let weight = self.weight.get();
+        let overlap = weight * cached as f64;
+        // The order of the operations is that of Dynamo's scorers: it rounds alike, so equal stays equal.
+        let before = match self.form {
+            Form::Subtracted => load as f64,
+            Form::Missing => load as f64 + weight * prompt as f64,
+        };
+        (before - overlap).max(0.0)
     }
 }
 
@@ -161,15 +160,8 @@ pub struct BlockTerms {
 impl BlockTerms {
     /// Blocks.
     pub fn cost(&self) -> f64 {
-        let weight = self.by.weight.get();
-        let load = self.load.blocks as f64;
-        let overlap = weight * self.cached_blocks as f64;
-        // The order of the operations is that of Dynamo's scorers: it rounds alike, so equal stays equal.
-        let before = match self.by.form {
-            Form::Subtracted => load,
-            Form::Missing => load + weight * self.prompt_blocks as f64,
-        };
-        (before - overlap).max(0.0)
+        let load = self.load.blocks;
+        self.by.of(load, self.cached_blocks, self.prompt_blocks)
     }
 }
 

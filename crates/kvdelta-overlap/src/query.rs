@@ -3,8 +3,7 @@
 
 use std::fmt;
 
-use kvdelta_indexer::{Index, Millis, Overlap, Prompt, Tier, TrustBook, WorkerRank};
-use rustc_hash::FxHashMap;
+use kvdelta_indexer::{Among, FoundAmong, Index, Millis, Prompt, TrustBook, WorkerRank};
 
 use crate::candidate::Candidate;
 use crate::choose::{Asked, Choice, NoChoice, choose};
@@ -14,9 +13,9 @@ use crate::cost::{BlockCost, BlockTerms};
 /// The decode ranks, and room for the answers of a query, so that the next one needs no memory.
 #[derive(Clone, Debug, Default)]
 pub struct Fleet {
+    /// By the places that their ranks have in `among`.
     candidates: Vec<Candidate>,
-    places: FxHashMap<WorkerRank, usize>,
-    found: Vec<Overlap>,
+    among: Among,
 }
 
 impl Fleet {
@@ -29,8 +28,7 @@ impl Fleet {
 
     /// Adds a candidate, or replaces that of its rank.
     pub fn put(&mut self, candidate: Candidate) {
-        let end = self.candidates.len();
-        let place = *self.places.entry(candidate.of).or_insert(end);
+        let place = self.among.put(candidate.of);
         match self.candidates.get_mut(place) {
             Some(old) => *old = candidate,
             None => self.candidates.push(candidate),
@@ -39,41 +37,18 @@ impl Fleet {
 
     /// Takes a rank out that is gone. Whether it was there.
     pub fn remove(&mut self, of: WorkerRank) -> bool {
-        let Some(place) = self.places.remove(&of) else {
-            return false;
-        };
-        self.candidates.swap_remove(place);
-        if let Some(moved) = self.candidates.get(place) {
-            self.places.insert(moved.of, place);
-        }
-        true
+        let place = self.among.swap_remove(of);
+        place.map(|at| self.candidates.swap_remove(at)).is_some()
     }
 
-    /// The candidates, with what the last query found.
+    /// The candidates, in no order, with what the last query found.
     pub fn candidates(&self) -> &[Candidate] {
         &self.candidates
     }
 
     /// A rank's facts, to be brought up to date; `None`: it is no candidate.
     pub fn candidate_mut(&mut self, of: WorkerRank) -> Option<&mut Candidate> {
-        let place = *self.places.get(&of)?;
-        self.candidates.get_mut(place)
-    }
-
-    fn fill(&mut self) {
-        for candidate in &mut self.candidates {
-            candidate.cached_blocks = 0;
-            candidate.last = None;
-        }
-        for found in &self.found {
-            if found.tier == Tier::Device
-                && let Some(place) = self.places.get(&found.of)
-                && let Some(candidate) = self.candidates.get_mut(*place)
-            {
-                candidate.cached_blocks = found.blocks;
-                candidate.last = Some(found.engine);
-            }
-        }
+        self.candidates.get_mut(self.among.place(of)?)
     }
 }
 
@@ -92,13 +67,36 @@ impl Query<'_> {
     /// The index is asked with no more than [`PromptShape::most_blocks`] hashes, and the prompt is hashed
     /// only a little further than it matches. Ranks that are no candidates are left out.
     pub fn overlaps(&self, prompt: &mut Prompt<'_>, shape: PromptShape, fleet: &mut Fleet) {
-        prompt.within(shape.most_blocks(), |prompt| {
-            self.index.overlaps_into(prompt, &mut fleet.found);
+        self.ask(prompt, shape, fleet, |candidates, found| {
+            for (place, candidate) in candidates.iter_mut().enumerate() {
+                candidate.last = found.engine(place);
+            }
         });
-        fleet.fill();
+    }
+
+    /// Writes the blocks into the candidates and lets `then` use the answer.
+    fn ask<R>(
+        &self,
+        prompt: &mut Prompt<'_>,
+        shape: PromptShape,
+        fleet: &mut Fleet,
+        then: impl FnOnce(&mut [Candidate], FoundAmong<'_>) -> R,
+    ) -> R {
+        let Fleet { candidates, among } = fleet;
+        prompt.within(shape.most_blocks(), |prompt| {
+            self.index.overlaps_among(prompt, among, |found| {
+                for (candidate, blocks) in candidates.iter_mut().zip(found.blocks()) {
+                    candidate.cached_blocks = *blocks;
+                    candidate.last = None;
+                }
+                then(candidates, found)
+            })
+        })
     }
 
     /// The choice for `prompt` by a cost in blocks, and what may be claimed of it.
+    ///
+    /// Of the candidates, only the chosen one and the next get their engine hash.
     ///
     /// # Errors
     /// [`NoChoice`], if no candidate may be chosen.
@@ -110,8 +108,22 @@ impl Query<'_> {
         asked: Asked,
         now: Millis,
     ) -> Result<Answer, NoChoice> {
-        self.overlaps(prompt, asked.shape, fleet);
-        let choice = choose(&fleet.candidates, cost, asked)?;
+        let choice = self.ask(prompt, asked.shape, fleet, |candidates, found| {
+            let mut choice = choose(candidates, cost, asked)?;
+            let Choice {
+                best, runner_up, ..
+            } = &mut choice;
+            for priced in std::iter::once(best).chain(runner_up) {
+                let place = found.place(priced.of());
+                priced.cached.last = place.and_then(|place| found.engine(place));
+                if let Some(place) = place
+                    && let Some(candidate) = candidates.get_mut(place)
+                {
+                    candidate.last = priced.cached.last;
+                }
+            }
+            Ok(choice)
+        })?;
         let standing = self.trust.standing(choice.best.of(), now);
         let claim = choice.claim(standing, asked.shape);
         Ok(Answer { choice, claim })

@@ -293,6 +293,9 @@ proptest! {
             prop_assert_eq!(&state(), &before);
             // Each rank by itself, by another way through the index.
             let shape = fixture.shape(&tokens);
+            let query = Query { index: &fixture.index, trust: &fixture.trust };
+            let mut prompt = Prompt::new(&tokens, fixture.index.block_size(), fixture.of());
+            query.overlaps(&mut prompt, shape, &mut fleet);
             let hashes = block_hashes(&tokens, fixture.index.block_size(), fixture.of());
             let asked = hashes[..hashes.len().min(shape.most_blocks())].to_vec();
             for candidate in fleet.candidates() {
