@@ -12,8 +12,11 @@ use dynamo_kv_router::indexer::{
 use dynamo_kv_router::protocols::WorkerWithDpRank;
 use dynamo_kv_router::scheduling::overlap::{OverlapAnalysis, OverlapScoresResponse};
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, KvRouterConfig};
-use kvdelta_indexer::{Index, Millis, Overlap, Prompt, PromptOf, Tier, TrustBook, WorkerRank};
-use kvdelta_overlap::{Cached, Claimable, PromptShape, claimable};
+use kvdelta_indexer::{Index, Millis, Prompt, PromptOf, TrustBook, WorkerRank};
+use kvdelta_overlap::{
+    Answer, Asked, BlockCost, Candidate, Claimable, Fleet, Form, Load, NoChoice, PromptShape,
+    Query, Weight,
+};
 use serde::Serialize;
 
 use crate::contender::{load_compressed, load_kvdelta, peers_hashes, worker_id, worker_of};
@@ -105,26 +108,42 @@ impl Ours {
         }
     }
 
-    /// What may be claimed of `tokens`, of the worker that holds most.
-    fn claim(&self, tokens: &[u32]) -> Option<Claimable> {
-        let shape = shape(tokens);
-        let best = self.overlaps(tokens, shape);
-        let device = best.iter().filter(|overlap| overlap.tier == Tier::Device);
-        let best = device.max_by_key(|overlap| overlap.blocks)?;
-        let cached = Cached {
-            of: best.of,
-            blocks: best.blocks,
-            last: Some(best.engine),
-        };
-        claimable(cached, self.book.standing(best.of, NOW), shape).ok()
+    fn query(&self) -> Query<'_> {
+        Query {
+            index: &self.index,
+            trust: &self.book,
+        }
     }
 
-    fn overlaps(&self, tokens: &[u32], shape: PromptShape) -> Vec<Overlap> {
-        let most = shape.most_blocks() * size().tokens();
-        let claimable = tokens.get(..most).unwrap_or(tokens);
-        let mut prompt = Prompt::new(claimable, size(), PromptOf::default());
-        self.index.overlaps(&mut prompt)
+    /// The choice among workers of equal load, which is one that holds most, and the claim.
+    fn answer(&self, tokens: &[u32], fleet: &mut Fleet) -> Result<Answer, NoChoice> {
+        let mut prompt = Prompt::new(tokens, size(), PromptOf::default());
+        let asked = Asked {
+            shape: shape(tokens),
+            busy: None,
+            tie_break: 0,
+        };
+        let cost = BlockCost {
+            form: Form::Missing,
+            weight: Weight::ONE,
+        };
+        self.query().choose(&mut prompt, fleet, cost, asked, NOW)
     }
+
+    fn overlaps(&self, tokens: &[u32], fleet: &mut Fleet) -> Overlaps {
+        let mut prompt = Prompt::new(tokens, size(), PromptOf::default());
+        self.query().overlaps(&mut prompt, shape(tokens), fleet);
+        let held = fleet.candidates().iter();
+        held.filter(|candidate| candidate.cached_blocks > 0)
+            .map(|candidate| (worker_of(candidate.of.worker.0), candidate.cached_blocks))
+            .collect()
+    }
+}
+
+/// All workers, none of them known to be full.
+fn fleet() -> Fleet {
+    let ranks = (0..WORKERS).map(|worker| WorkerRank::new(worker_id(worker), 0));
+    Fleet::new(ranks.map(|of| Candidate::new(of).with_load(Load::new(1_000))))
 }
 
 fn shape(tokens: &[u32]) -> PromptShape {
@@ -273,6 +292,7 @@ impl Case {
 
     /// Every answer is the oracle's, and the claim is of a worker that holds most.
     fn check(&self, ours: &Ours, upstream: &Upstream) -> Result<()> {
+        let mut fleet = fleet();
         for (prompt, expected) in self.prompts.iter().zip(&self.expected) {
             let scores = upstream.scores(prompt).workers;
             ensure!(scores.len() == WORKERS, "get_overlap_scores: {scores:?}");
@@ -286,23 +306,19 @@ impl Case {
                 "{}: get_overlap_scores differs {differs}: {scores:?}, {expected:?}",
                 self.said()
             );
-            let shape = shape(prompt);
-            let most = shape.most_blocks();
+            let most = shape(prompt).most_blocks();
             let bounded = expected.iter();
             let bounded: Overlaps = bounded
                 .map(|(worker, blocks)| (*worker, (*blocks).min(most)))
                 .collect();
-            let found: Overlaps = ours
-                .overlaps(prompt, shape)
-                .iter()
-                .map(|overlap| (worker_of(overlap.of.worker.0), overlap.blocks))
-                .collect();
+            let found = ours.overlaps(prompt, &mut fleet);
             ensure!(
                 found == bounded,
                 "{}: kvdelta's overlaps differ {differs}: {found:?}, {bounded:?}",
                 self.said()
             );
-            let claim = ours.claim(prompt);
+            let answer = ours.answer(prompt, &mut fleet)?;
+            let claim = answer.claim.ok();
             ensure!(
                 is_best(prompt, &bounded, claim),
                 "{}: {claim:?} is no claim of the best of {bounded:?}",
@@ -314,11 +330,13 @@ impl Case {
 
     fn round(&mut self, turn: Duration, round: usize, ours: &Ours, upstream: &Upstream) {
         let prompts = &self.prompts;
+        let mut fleet = fleet();
+        let mut answer = |prompt: &[u32]| ours.answer(prompt, &mut fleet);
         for place in 0..4 {
             match (round + place) % 4 {
                 0 => self.peers_hashing.push(asked(turn, prompts, peers_hashes)),
                 1 => self.our_hashing.push(asked(turn, prompts, hashes)),
-                2 => self.claim.push(asked(turn, prompts, |p| ours.claim(p))),
+                2 => self.claim.push(asked(turn, prompts, &mut answer)),
                 _ => self
                     .scores
                     .push(asked(turn, prompts, |p| upstream.scores(p))),

@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use crate::cache::{Cache, members, project_root};
 use crate::command::{logged, shown_status};
 use crate::frontend;
+use crate::requests;
 
 /// Options of `cargo xtask bench`.
 #[derive(Debug, Args)]
@@ -21,6 +22,7 @@ use crate::frontend;
   cargo xtask bench index --trace conversation_trace.jsonl
   cargo xtask bench index --quick              small data, for its answers rather than its times
   cargo xtask bench query
+  cargo xtask bench requests
 
 Exit codes: 0 done, 1 failed, 2 an option that cannot be used.")]
 pub(crate) struct Options {
@@ -51,6 +53,8 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Requests through the frontend: unpatched, patched with the flag off, and with a weight.
+    Requests(requests::Options),
 }
 
 /// The package in `benches/`.
@@ -62,6 +66,7 @@ pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
         Bench::Replay { arguments } => (frontend::example(cache, "fleet_replay")?, arguments),
         Bench::Index { arguments } => (program(cache, "bench-index")?, arguments),
         Bench::Query { arguments } => (program(cache, "bench-query")?, arguments),
+        Bench::Requests(options) => return requests::run(cache, &options),
     };
     let status = shown_status(Command::new(program).args(arguments))?;
     // The program has told what is wrong; its exit codes are this command's.

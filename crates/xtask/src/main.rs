@@ -20,6 +20,7 @@ mod patch;
 mod pr_text;
 mod progress;
 mod report;
+mod requests;
 mod test;
 mod unchanged;
 mod upstream;
