@@ -129,8 +129,7 @@ impl Index {
         among.clear();
         // While it stands, what the walk found is not used for anything else.
         let _pinned = crossbeam_epoch::pin();
-        if tree.begins(prompt) {
-            let found = tree.walk_all(prompt);
+        if let Some(found) = tree.walk_all(prompt) {
             among.look_up(tree);
             found.for_each(tree, prompt, |holder, end| {
                 let place = among.place_of_holder.get(holder as usize);
