@@ -12,7 +12,7 @@ use dynamo_kv_router::indexer::{
 use dynamo_kv_router::protocols::WorkerWithDpRank;
 use dynamo_kv_router::scheduling::overlap::{OverlapAnalysis, OverlapScoresResponse};
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, KvRouterConfig};
-use kvdelta_indexer::{Index, Millis, Prompt, PromptOf, TrustBook, WorkerRank};
+use kvdelta_indexer::{Among, FoundAmong, Index, Millis, Prompt, PromptOf, TrustBook, WorkerRank};
 use kvdelta_overlap::{
     Answer, Asked, BlockCost, Candidate, Claimable, Fleet, Form, Load, NoChoice, PromptShape,
     Query, Weight,
@@ -71,6 +71,8 @@ pub struct Row {
     pub peers_hashing: Spread,
     /// Ours of all tokens.
     pub our_hashing: Spread,
+    /// Tokens to what each worker holds.
+    pub overlaps: Spread,
     /// Tokens to a claim.
     pub claim: Spread,
     /// Dynamo's scores from tokens.
@@ -125,9 +127,18 @@ impl Ours {
         };
         let cost = BlockCost {
             form: Form::Missing,
-            weight: Weight::ONE,
+            weight: Weight::try_from(1.0).expect("is finite"),
         };
         self.query().choose(&mut prompt, fleet, cost, asked, NOW)
+    }
+
+    /// The most blocks that a worker holds, once those of all are there.
+    fn held(&self, tokens: &[u32], among: &mut Among) -> Option<usize> {
+        let mut prompt = Prompt::new(tokens, size(), PromptOf::default());
+        prompt.within(shape(tokens).most_blocks(), |prompt| {
+            let most = |found: FoundAmong<'_>| found.blocks().iter().max().copied();
+            self.index.overlaps_among(prompt, among, most)
+        })
     }
 
     fn overlaps(&self, tokens: &[u32], fleet: &mut Fleet) -> Overlaps {
@@ -223,6 +234,7 @@ struct Case {
     expected: Vec<Overlaps>,
     peers_hashing: Vec<f64>,
     our_hashing: Vec<f64>,
+    overlaps: Vec<f64>,
     claim: Vec<f64>,
     scores: Vec<f64>,
 }
@@ -274,6 +286,7 @@ fn cases(prompts: &[(usize, usize)]) -> Vec<Case> {
             expected: Vec::new(),
             peers_hashing: Vec::new(),
             our_hashing: Vec::new(),
+            overlaps: Vec::new(),
             claim: Vec::new(),
             scores: Vec::new(),
         })
@@ -331,12 +344,22 @@ impl Case {
     fn round(&mut self, turn: Duration, round: usize, ours: &Ours, upstream: &Upstream) {
         let prompts = &self.prompts;
         let mut fleet = fleet();
-        let mut answer = |prompt: &[u32]| ours.answer(prompt, &mut fleet);
-        for place in 0..4 {
-            match (round + place) % 4 {
+        let mut among = Among::default();
+        for candidate in fleet.candidates() {
+            among.put(candidate.of);
+        }
+        for place in 0..5 {
+            match (round + place) % 5 {
                 0 => self.peers_hashing.push(asked(turn, prompts, peers_hashes)),
                 1 => self.our_hashing.push(asked(turn, prompts, hashes)),
-                2 => self.claim.push(asked(turn, prompts, &mut answer)),
+                2 => {
+                    let overlaps = |prompt: &[u32]| ours.held(prompt, &mut among);
+                    self.overlaps.push(asked(turn, prompts, overlaps));
+                }
+                3 => {
+                    let answer = |prompt: &[u32]| ours.answer(prompt, &mut fleet);
+                    self.claim.push(asked(turn, prompts, answer));
+                }
                 _ => self
                     .scores
                     .push(asked(turn, prompts, |p| upstream.scores(p))),
@@ -354,6 +377,7 @@ impl Case {
             claimed: best.unwrap_or(0).min(shape(prompt).most_blocks()),
             peers_hashing: Spread::of(&self.peers_hashing),
             our_hashing: Spread::of(&self.our_hashing),
+            overlaps: Spread::of(&self.overlaps),
             claim: Spread::of(&self.claim),
             scores: Spread::of(&self.scores),
             of_peers_hashing: Spread::of_ratios(&self.claim, &self.peers_hashing),
@@ -397,6 +421,7 @@ impl Report {
                 grouped(row.claimed),
                 micros(row.peers_hashing),
                 micros(row.our_hashing),
+                micros(row.overlaps),
                 micros(row.claim),
                 micros(row.scores),
                 ratio_of(row.of_peers_hashing),
@@ -409,15 +434,17 @@ impl Report {
         });
         Table {
             title: "Query: tokens to a claim, 64 workers, microseconds",
-            note: "*Hashing* is that of the whole prompt alone, Dynamo's and ours. *Claim* is ours from \
-                   tokens to the claim, hashing included, *scores* Dynamo's from tokens to the response. \
-                   Ratios are those of the claim in the same round.",
+            note: "*Hashing* is that of the whole prompt alone, Dynamo's and ours. *Overlaps* is ours from \
+                   tokens to what each worker holds, *claim* from tokens to the chosen worker and its \
+                   claim, *scores* Dynamo's from tokens to the response. Ratios are those of the claim in \
+                   the same round.",
             head: heads(&[
                 "tokens",
                 "cached",
                 "claimed blocks",
                 "hashing: Dynamo's",
                 "ours",
+                "overlaps",
                 "claim",
                 "scores",
                 "to Dynamo's hashing",
