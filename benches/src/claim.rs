@@ -117,7 +117,7 @@ impl Ours {
         }
     }
 
-    /// The choice among workers of equal load, which is one that holds most, and the claim.
+    /// The choice, by a weight so large that it is one of those that hold most, and the claim.
     fn answer(&self, tokens: &[u32], fleet: &mut Fleet) -> Result<Answer, NoChoice> {
         let mut prompt = Prompt::new(tokens, size(), PromptOf::default());
         let asked = Asked {
@@ -127,7 +127,7 @@ impl Ours {
         };
         let cost = BlockCost {
             form: Form::Missing,
-            weight: Weight::try_from(1.0).expect("is finite"),
+            weight: Weight::try_from(1e3).expect("is finite"),
         };
         self.query().choose(&mut prompt, fleet, cost, asked, NOW)
     }
@@ -151,10 +151,14 @@ impl Ours {
     }
 }
 
-/// All workers, none of them known to be full.
+/// All workers, each with a load of its own.
 fn fleet() -> Fleet {
-    let ranks = (0..WORKERS).map(|worker| WorkerRank::new(worker_id(worker), 0));
-    Fleet::new(ranks.map(|of| Candidate::new(of).with_load(Load::new(1_000))))
+    let candidates = (0..WORKERS).map(|worker| {
+        let of = WorkerRank::new(worker_id(worker), 0);
+        // 37 and 64 have no common divisor, so no order of the loads is that of the workers.
+        Candidate::new(of).with_load(Load::new(1_000 + worker * 37 % WORKERS))
+    });
+    Fleet::new(candidates)
 }
 
 fn shape(tokens: &[u32]) -> PromptShape {

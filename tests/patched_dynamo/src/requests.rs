@@ -146,12 +146,22 @@ impl Stack {
         let deadline = Instant::now() + LIMIT;
         let body = json!({ "model": MODEL, "prompt": [100, 101, 102], "max_tokens": 3 });
         let body = body.to_string();
+        let first = |role| self.workers.iter().find(|worker| worker.role() == role);
         for worker in &self.workers {
-            let header = match worker.role() {
-                WorkerType::Prefill => "x-dynamo-prefill-instance-id",
-                _ => "x-dynamo-worker-instance-id",
-            };
-            let pin = [(header, worker.id().to_string())];
+            // Neither is pinned without the other.
+            let [prefill, decode] = [WorkerType::Prefill, WorkerType::Decode].map(|role| {
+                if worker.role() == role {
+                    Some(worker)
+                } else {
+                    first(role)
+                }
+            });
+            let pin = [
+                ("x-dynamo-prefill-instance-id", prefill),
+                ("x-dynamo-worker-instance-id", decode),
+            ];
+            let pin =
+                pin.map(|(name, of)| (name, of.map(|of| of.id().to_string()).unwrap_or_default()));
             while worker.seen().0 == 0 {
                 let answer = self.client.ask(body.clone(), &pin).await;
                 if let Err(error) = answer {
