@@ -129,9 +129,11 @@ impl Index {
         let tree = &self.tree;
         among.clear();
         // While it stands, what the walk found is not used for anything else.
-        let _pinned = crossbeam_epoch::pin();
-        let mut walk = Walk::new();
-        if tree.walk_all(prompt, &mut walk) {
+        let mut _pinned = None;
+        if tree.begins(prompt) {
+            _pinned = Some(crossbeam_epoch::pin());
+            let mut walk = Walk::new();
+            tree.walk_all(prompt, &mut walk);
             among.look_up(tree);
             walk.for_each(tree, prompt, |holder, end| {
                 let place = among.place_of_holder.get(holder as usize);

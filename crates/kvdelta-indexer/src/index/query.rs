@@ -42,11 +42,13 @@ impl Index {
     pub fn overlaps_into(&self, prompt: &mut Prompt<'_>, all: &mut Vec<Overlap>) {
         all.clear();
         let tree = &self.tree;
-        let _pinned = crossbeam_epoch::pin();
-        let mut walk = Walk::new();
-        if !tree.walk_all(prompt, &mut walk) {
+        if !tree.begins(prompt) {
             return;
         }
+        let _pinned = crossbeam_epoch::pin();
+        let mut walk = Walk::new();
+        tree.walk_all(prompt, &mut walk);
+        all.reserve(walk.holders());
         let one_name = tree.other_names.is_empty();
         let mut last = (NONE, EngineHash(0));
         walk.for_each(tree, prompt, |holder, end| {
@@ -145,12 +147,17 @@ const START: End = End {
 };
 
 impl Tree {
-    /// Walks all holders through the prompt. Whether anything begins as it does, which nothing does as most
-    /// prompts do.
-    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>, walk: &mut Walk) -> bool {
+    /// Whether anything begins as the prompt does. Most prompts begin as no other: they need no more than this.
+    pub(super) fn begins(&self, prompt: &mut Prompt<'_>) -> bool {
+        let first = prompt.hashed_to(1).first();
+        first.is_some_and(|first| self.child(ROOT, 0, *first).is_some())
+    }
+
+    /// Walks all holders through the prompt.
+    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>, walk: &mut Walk) {
         let done = self.removals_done.load(Ordering::Acquire);
         let Some(mut place) = self.first(prompt) else {
-            return false;
+            return;
         };
         walk.begin(self.holders_end.load(Ordering::Acquire).div_ceil(32) as usize);
         while walk.step(self, &place) {
@@ -163,7 +170,6 @@ impl Tree {
         fence(Ordering::Acquire);
         let begun = self.removals_begun.load(Ordering::Acquire);
         walk.disturbed_since = (begun > done).then_some(done);
-        true
     }
 
     /// `end`, unless the holder was removed from since `done`: then how far it comes now.
@@ -380,6 +386,12 @@ impl Walk {
             self.active_groups += usize::from(group.active != 0);
         }
         self.active_groups > 0
+    }
+
+    /// Holders that it tells.
+    fn holders(&self) -> usize {
+        let each = self.found.iter().map(|level| level.holders.count_ones());
+        each.sum::<u32>() as usize
     }
 
     /// Tells each holder, and how far it comes.
