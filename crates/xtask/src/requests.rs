@@ -354,7 +354,7 @@ mod tests {
             .find(|line| line.contains("weight 2"))
             .unwrap();
         assert!(
-            on.contains("| 1.500 (1.000..1.500) | 500 (0..1000) |"),
+            on.contains("| 1.500 (1.500..1.500) | 500 (500..1000) |"),
             "{on}"
         );
         assert!(
