@@ -37,6 +37,9 @@ pub(crate) struct Options {
     /// The weight of the patched frontend with the flag on.
     #[arg(long, default_value = "2")]
     weight: String,
+    /// These recorders, unpatched and patched, in place of newly built ones.
+    #[arg(long, num_args = 2, value_names = ["UNPATCHED", "PATCHED"], conflicts_with = "release")]
+    built: Option<Vec<PathBuf>>,
     /// Optimised frontends: builds of their own, with all of Dynamo's crates again.
     #[arg(long)]
     release: bool,
@@ -150,8 +153,13 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     } else {
         Profile::Dev
     };
-    let registry = unchanged::build(cache, Crates::Registry, profile)?;
-    let patched = unchanged::build(cache, Crates::Patched, profile)?;
+    let [registry, patched] = match options.built.as_deref() {
+        Some([registry, patched]) => [registry.clone(), patched.clone()],
+        _ => [
+            unchanged::build(cache, Crates::Registry, profile)?,
+            unchanged::build(cache, Crates::Patched, profile)?,
+        ],
+    };
     let folder = tempfile::tempdir()?;
     let mut rows: Vec<Row> = Vec::new();
     for round in 0..options.rounds {
