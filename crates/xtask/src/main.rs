@@ -16,6 +16,7 @@ mod interrupt;
 mod live_index;
 mod outputs;
 mod patch;
+mod phase;
 mod pr_text;
 mod progress;
 mod report;
