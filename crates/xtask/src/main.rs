@@ -15,6 +15,7 @@ mod frontend;
 mod interrupt;
 mod live_index;
 mod outputs;
+mod own_crates;
 mod patch;
 mod phase;
 mod pr_text;
