@@ -30,6 +30,8 @@ const OF_THE_PACKAGE: [&str; 4] = [
     ".cargo_vcs_info.json",
     ".cargo-ok",
 ];
+/// What a wheel has and the repository has not.
+const OF_THE_WHEEL: &str = "_version.py";
 /// The repository's manifest, in a package.
 const REPOSITORY_MANIFEST: &str = "Cargo.toml.orig";
 
@@ -71,7 +73,7 @@ pub(crate) struct Options {
 }
 
 /// Runs `cargo xtask export-pr`.
-pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     let default_out = PathBuf::from(format!("dynamo-phase-{}", options.phase));
     let tree = options
         .onto
@@ -99,7 +101,7 @@ pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
     };
     pr_text::check_signoff(&signoff)?;
     let results = options.results.as_deref().map(read_results).transpose()?;
-    let sources = Sources::of_phase(options.phase)?;
+    let sources = Sources::of_phase(cache, options.phase)?;
     let text = sources.text(results.as_ref(), &signoff)?;
     let writes = match options.onto {
         Some(_) => {
@@ -134,16 +136,16 @@ pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
 }
 
 /// For `cargo xtask test`: every phase in turn onto a clean tree of the pinned sources gives, byte
-/// for byte, the Rust files that upstream's tests run on.
+/// for byte, the Rust and Python files that upstream's tests run on.
 pub(crate) fn check(cache: &Cache) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let tree = folder.path().join("dynamo");
     let series = patch::series()?;
     let pins = Pins::read()?;
-    Sources::unpatched()?.write_tree(&tree)?;
+    Sources::unpatched(cache)?.write_tree(&tree)?;
     for place in 1..=series.len() {
         let phase = Phase::at(place)?;
-        let sources = Sources::of_phase(phase)?;
+        let sources = Sources::of_phase(cache, phase)?;
         for (path, contents) in sources.onto(&tree, false)? {
             write(&tree.join(path), &contents)?;
         }
@@ -154,22 +156,24 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
         ));
         sources.require_limit()?;
         if place > 1 {
-            check_with_earlier(&sources, &tree)?;
+            check_with_earlier(cache, &sources, &tree)?;
         }
     }
     with_tested_tree(cache, |tested| {
+        let crates = pins.crates.iter().map(|pin| (&pin.path, "rs"));
+        let wheels = pins.wheels.iter().map(|wheel| (&wheel.path, "py"));
         let mut compared = 0;
-        for pin in &pins.crates {
-            let rust = |root: &Path| -> Result<BTreeSet<PathBuf>> {
-                let files = frontend::sources(&root.join(&pin.path))?;
-                files
-                    .iter()
-                    .filter(|path| path.extension().is_some_and(|rs| rs == "rs"))
-                    .map(|path| Ok(path.strip_prefix(root)?.to_owned()))
-                    .collect()
+        for (folder, extension) in crates.chain(wheels) {
+            let files = |root: &Path| -> Result<BTreeSet<PathBuf>> {
+                let files = relative_files(root, &root.join(folder))?.into_iter();
+                let is_source = |path: &PathBuf| {
+                    path.extension().is_some_and(|of| of == extension)
+                        && repository_path(path, &pins).is_some()
+                };
+                Ok(files.filter(is_source).collect())
             };
-            let exported = rust(&tree)?;
-            if let Some(path) = exported.symmetric_difference(&rust(tested)?).next() {
+            let exported = files(&tree)?;
+            if let Some(path) = exported.symmetric_difference(&files(tested)?).next() {
                 bail!(
                     "{} is in one of the exported and the tested tree",
                     path.display()
@@ -183,7 +187,7 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
             compared += exported.len();
         }
         say(format!(
-            "{compared} Rust files of the exported tree are those that upstream's tests run on"
+            "{compared} Rust and Python files of the exported tree are those that upstream's tests run on"
         ));
         Ok(())
     })
@@ -191,24 +195,17 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
 
 /// Onto unpatched sources a phase goes with the ones before it alone, and gives what it gives after
 /// them, which is `tree`.
-fn check_with_earlier(sources: &Sources, tree: &Path) -> Result<()> {
+fn check_with_earlier(cache: &Cache, sources: &Sources, tree: &Path) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    Sources::unpatched()?.write_tree(folder.path())?;
+    Sources::unpatched(cache)?.write_tree(folder.path())?;
     if sources.onto(folder.path(), false).is_ok() {
         bail!("{}: went onto unpatched sources", sources.patch_name);
     }
     for (path, contents) in sources.onto(folder.path(), true)? {
         write(&folder.path().join(path), &contents)?;
     }
-    let relative = |root: &Path| -> Result<Vec<PathBuf>> {
-        let files = frontend::sources(root)?;
-        files
-            .iter()
-            .map(|path| Ok(path.strip_prefix(root)?.to_owned()))
-            .collect()
-    };
-    let files = relative(tree)?;
-    if files != relative(folder.path())? {
+    let files = relative_files(tree, tree)?;
+    if files != relative_files(folder.path(), folder.path())? {
         bail!("--with-earlier: the tree has other files than one phase after the other gives");
     }
     for path in files {
@@ -217,6 +214,15 @@ fn check_with_earlier(sources: &Sources, tree: &Path) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The files under `folder`, by their path in `root`.
+fn relative_files(root: &Path, folder: &Path) -> Result<Vec<PathBuf>> {
+    let files = frontend::sources(folder)?;
+    files
+        .iter()
+        .map(|path| Ok(path.strip_prefix(root)?.to_owned()))
+        .collect()
 }
 
 /// Contents of files by their path in the repository; `None`: no such file.
@@ -250,9 +256,9 @@ struct NewCrate {
 }
 
 impl Sources {
-    fn unpatched() -> Result<Self> {
+    fn unpatched(cache: &Cache) -> Result<Self> {
         let folder = tempfile::tempdir()?;
-        patch::prepare_with(folder.path(), &[])?;
+        patch::prepare_with(cache, folder.path(), &[])?;
         Ok(Self {
             pins: Pins::read()?,
             phase: None,
@@ -267,7 +273,7 @@ impl Sources {
         })
     }
 
-    fn of_phase(phase: Phase) -> Result<Self> {
+    fn of_phase(cache: &Cache, phase: Phase) -> Result<Self> {
         let (series, place) = (patch::series()?, phase.place());
         if place > series.len() {
             bail!(
@@ -275,7 +281,7 @@ impl Sources {
                 Phase::at(series.len())?
             );
         }
-        let mut sources = Self::unpatched()?;
+        let mut sources = Self::unpatched(cache)?;
         let texts: Vec<String> = series[..place]
             .iter()
             .map(|name| patch::text(name))
@@ -479,6 +485,13 @@ fn repository_path(path: &Path, pins: &Pins) -> Option<PathBuf> {
                 return None;
             }
         }
+    }
+    let in_wheel = pins
+        .wheels
+        .iter()
+        .any(|wheel| path.starts_with(&wheel.path));
+    if in_wheel && path.ends_with(OF_THE_WHEEL) {
+        return None;
     }
     Some(path.to_owned())
 }
@@ -704,7 +717,13 @@ mod tests {
         for name in ["Cargo.toml", "Cargo.lock", ".cargo_vcs_info.json"] {
             assert_eq!(mapped(&format!("lib/x/{name}")), None);
         }
-        for path in ["lib/x/src/lib.rs", "lib/x/tests/data/Cargo.toml"] {
+        assert_eq!(mapped("components/dynamo/vllm/_version.py"), None);
+        for path in [
+            "lib/x/src/lib.rs",
+            "lib/x/tests/data/Cargo.toml",
+            "components/dynamo/vllm/handlers.py",
+            "lib/x/_version.py",
+        ] {
             assert_eq!(mapped(path), Some(path.into()));
         }
     }

@@ -26,6 +26,7 @@ mod unchanged;
 mod upstream;
 mod upstream_counts;
 mod upstream_tests;
+mod workers;
 mod workload;
 
 use std::process::ExitCode;

@@ -190,7 +190,7 @@ impl<'a> Tree<'a> {
     /// Makes the tree the sources with these patches.
     fn set(&self, plan: &Plan, patches: &[String]) -> Result<()> {
         let fresh = tempfile::tempdir()?;
-        patch::prepare_with(fresh.path(), patches)?;
+        patch::prepare_with(self.cache, fresh.path(), patches)?;
         plan.write_files(fresh.path())?;
         synchronize(fresh.path(), &self.folder)?;
         // What this repository's crates bring along has the frontend's versions.
