@@ -51,6 +51,18 @@ pub(crate) struct Parts {
     pub(crate) model: PathBuf,
     /// The frontend built from the patched crates.
     pub(crate) frontend: PathBuf,
+    /// The Python of the workers.
+    pub(crate) workers: Workers,
+}
+
+/// Which of Dynamo's Python packages workers run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) enum Workers {
+    /// The installed ones.
+    #[default]
+    Stock,
+    /// Those of this overlay, and the installed ones for the rest.
+    Patched(PathBuf),
 }
 
 /// One process, its group and its log.
@@ -352,6 +364,9 @@ impl Fleet {
             .env("UCX_TLS", "tcp,sm,self")
             .envs(engine_environment())
             .envs(self.dynamo_environment());
+        if let Workers::Patched(overlay) = &self.parts.workers {
+            command.env("PYTHONPATH", overlay);
+        }
         Ok(Worker {
             role,
             base: format!("http://127.0.0.1:{system}"),

@@ -15,7 +15,9 @@ mod frontend;
 mod interrupt;
 mod live_index;
 mod outputs;
+mod own_crates;
 mod patch;
+mod phase;
 mod pr_text;
 mod progress;
 mod report;
@@ -24,6 +26,7 @@ mod unchanged;
 mod upstream;
 mod upstream_counts;
 mod upstream_tests;
+mod workers;
 mod workload;
 
 use std::process::ExitCode;

@@ -15,6 +15,7 @@ use diffy::{Hunk, Line};
 use crate::cache::{Cache, Key};
 use crate::progress::say;
 use crate::upstream::{Pins, series_folder};
+use crate::workers;
 
 /// Options of `cargo xtask patch`.
 #[derive(Debug, Args)]
@@ -22,7 +23,9 @@ use crate::upstream::{Pins, series_folder};
   cargo xtask patch                  prints the folder of the patched sources
   cargo xtask patch --check          only tries: exit code 0 if every patch applies
   cargo xtask patch --out dynamo     writes the patched sources to a new folder
-  cargo xtask patch --out dynamo --with optional/0001-decode-index.patch")]
+  cargo xtask patch --out dynamo --with optional/0001-decode-index.patch
+  cargo xtask patch --python overlay writes Dynamo's patched Python packages to a new folder; workers
+                                     of ai-dynamo 1.6.1 run them with PYTHONPATH=overlay")]
 pub(crate) struct Options {
     /// Only try; write nothing outside a temporary folder.
     #[arg(long)]
@@ -30,6 +33,9 @@ pub(crate) struct Options {
     /// Write the patched sources to this folder, which must not exist.
     #[arg(long, value_name = "DIR", conflicts_with = "check")]
     out: Option<PathBuf>,
+    /// Write the Python packages that the series changes to this folder, which must not exist.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "out"])]
+    python: Option<PathBuf>,
     /// Apply this optional patch on top of the series.
     #[arg(long, value_name = "PATCH", requires = "out")]
     with: Vec<String>,
@@ -40,31 +46,39 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     if options.check {
         check(cache)?;
     } else if let Some(out) = &options.out {
-        if out.exists() {
-            bail!("{} exists: name a folder that does not", out.display());
-        }
-        let parent = out.parent().filter(|parent| *parent != Path::new(""));
-        let scratch = tempfile::tempdir_in(parent.unwrap_or(Path::new(".")))
-            .with_context(|| format!("--out: cannot make {}", out.display()))?;
-        prepare_with(scratch.path(), &[series()?, options.with.clone()].concat())?;
-        fs::rename(scratch.keep(), out)
-            .with_context(|| format!("cannot make {}", out.display()))?;
-        println!("{}", out.display());
+        let patches = [series()?, options.with.clone()].concat();
+        new_folder("--out", out, |folder| prepare_with(cache, folder, &patches))?;
+    } else if let Some(out) = &options.python {
+        new_folder("--python", out, |folder| workers::write(cache, folder))?;
     } else {
         println!("{}", patched(cache)?.display());
     }
     Ok(ExitCode::SUCCESS)
 }
 
+/// Makes the folder `out` of an option with what `fill` writes, and prints it.
+fn new_folder(option: &str, out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    if out.exists() {
+        bail!("{} exists: name a folder that does not", out.display());
+    }
+    let parent = out.parent().filter(|parent| *parent != Path::new(""));
+    let scratch = tempfile::tempdir_in(parent.unwrap_or(Path::new(".")))
+        .with_context(|| format!("{option}: cannot make {}", out.display()))?;
+    fill(scratch.path())?;
+    fs::rename(scratch.keep(), out).with_context(|| format!("cannot make {}", out.display()))?;
+    println!("{}", out.display());
+    Ok(())
+}
+
 /// Tries the series on the pinned sources in a temporary folder, and each optional patch on top of it.
-pub(crate) fn check(_: &Cache) -> Result<()> {
+pub(crate) fn check(cache: &Cache) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    prepare(folder.path())?;
+    prepare(cache, folder.path())?;
     say("every patch of the series applies");
     for name in optional()? {
         let folder = tempfile::tempdir()?;
         let patches = [series()?, vec![name]].concat();
-        prepare_with(folder.path(), &patches)?;
+        prepare_with(cache, folder.path(), &patches)?;
     }
     Ok(())
 }
@@ -83,9 +97,9 @@ fn optional() -> Result<Vec<String>> {
 }
 
 /// The patched sources in the cache, made when they are not there: the layout of Dynamo's
-/// repository, with the crates of the pins alone.
+/// repository, with the crates and wheels of the pins alone.
 pub(crate) fn patched(cache: &Cache) -> Result<PathBuf> {
-    cache.entry("dynamo-patched", &key()?, prepare)
+    cache.entry("dynamo-patched", &key()?, |target| prepare(cache, target))
 }
 
 /// What decides the patched sources: the pins, the series and its patches.
@@ -100,24 +114,24 @@ pub(crate) fn key() -> Result<Key> {
 }
 
 /// Unpacks the pinned sources under `target` and applies the series to them.
-pub(crate) fn prepare(target: &Path) -> Result<()> {
+fn prepare(cache: &Cache, target: &Path) -> Result<()> {
     let series = series()?;
     if series.is_empty() {
         bail!("the series names no patch");
     }
-    prepare_with(target, &series)
+    prepare_with(cache, target, &series)
 }
 
 /// Unpacks the pinned sources under `target` and applies these patches of the series to them.
-pub(crate) fn prepare_with(target: &Path, patches: &[String]) -> Result<()> {
+pub(crate) fn prepare_with(cache: &Cache, target: &Path, patches: &[String]) -> Result<()> {
     let pins = Pins::read()?;
     say(format!(
-        "upstream sources: {} crates of Dynamo {}",
+        "upstream sources: {} crates and the Python files of {} wheel of Dynamo {}",
         pins.crates.len(),
+        pins.wheels.len(),
         pins.version
     ));
-    let packed = pins.fetch()?;
-    pins.unpack(&packed, target)?;
+    pins.unpack(&pins.fetch(cache)?, target)?;
     for name in patches {
         apply(target, &text(name)?).with_context(|| format!("{name} does not apply"))?;
         say(format!("applied {name}"));
