@@ -9,7 +9,7 @@ Workers load it by its module:
 It settles none: every transfer stays what it is. Its name is that of the stock connector, which
 Dynamo and vLLM know. Each request with kv_transfer_params is one line:
 
-    {"request_id": "...", "is_prefill": true, "prompt_tokens": 2148, "claim": null or as it came,
+    {"request_id": "...", "is_prefill": true, "prompt_tokens": 2148, "claim": as it came, if one did,
      "own_hashes": [the engine's own of the prompt's whole blocks]}
 """
 
@@ -63,7 +63,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
                 "request_id": request.request_id,
                 "is_prefill": bool(params.get("do_remote_decode")),
                 "prompt_tokens": request.num_prompt_tokens,
-                "claim": params.get(CLAIM),
+                **({"claim": params[CLAIM]} if CLAIM in params else {}),
                 "own_hashes": [event_hash(own) for own in request.block_hashes],
             }
         )

@@ -21,7 +21,7 @@ use crate::cache::{Cache, project_root};
 use crate::client::{Answer, Client, grown};
 use crate::env;
 use crate::fleet::{
-    self, Aggregated, BLOCK_SIZE, DISCOVERY, Fleet, MAX_TOKENS, MODEL, Parts, Workers,
+    self, Aggregated, BLOCK_SIZE, DISCOVERY, EngineSetup, Fleet, MAX_TOKENS, MODEL, Parts, Workers,
 };
 use crate::frontend;
 use crate::interrupt;
@@ -244,6 +244,7 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
             false => Workers::Stock,
         },
         python,
+        engines: EngineSetup::default(),
     };
     say(format!("set-up: {:.1} s", began.elapsed().as_secs_f64()));
     let began = Instant::now();

@@ -13,6 +13,7 @@ mod export_pr;
 mod fleet;
 mod frontend;
 mod interrupt;
+mod live_claims;
 mod live_index;
 mod outputs;
 mod own_crates;

@@ -17,6 +17,7 @@ use crate::env;
 use crate::export_pr;
 use crate::frontend;
 use crate::interrupt;
+use crate::live_claims;
 use crate::live_index;
 use crate::patch;
 use crate::progress::{Step, say};
@@ -60,7 +61,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 11] = [
+const PARTS: [Part; 12] = [
     Part {
         name: "format",
         heavy: false,
@@ -110,6 +111,11 @@ const PARTS: [Part; 11] = [
         name: "the index fed by real engines",
         heavy: true,
         run: live_index::check,
+    },
+    Part {
+        name: "claims in real engines",
+        heavy: true,
+        run: live_claims::check,
     },
     Part {
         name: "real engines",
