@@ -9,8 +9,10 @@ Workers load it by its module:
 It settles none: every transfer stays what it is. Its name is that of the stock connector, which
 Dynamo and vLLM know. Each request with kv_transfer_params is one line:
 
-    {"request_id": "...", "is_prefill": true, "prompt_tokens": 2148, "claim": as it came, if one did,
+    {"request_id": "...", "is_prefill": true, "prompt_tokens": 2148, "claim": as it came,
      "own_hashes": [the engine's own of the prompt's whole blocks]}
+
+without "claim" where none came.
 """
 
 from __future__ import annotations
