@@ -57,10 +57,11 @@ fn direct(tree: &Path, pins: &Pins) -> Result<BTreeSet<String>> {
     Ok(names)
 }
 
-/// Those and the ones that they depend on.
-fn all(tree: &Path, pins: &Pins) -> Result<BTreeSet<String>> {
+/// Those, the ones that the package in `user` names, and all that these depend on.
+fn all(tree: &Path, pins: &Pins, user: &Path) -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
     let mut left: Vec<String> = direct(tree, pins)?.into_iter().collect();
+    left.extend(Manifest::read(user)?.own());
     while let Some(name) = left.pop() {
         left.extend(Manifest::read(&folder(&name))?.own());
         names.insert(name);
@@ -80,13 +81,13 @@ pub(crate) fn patch_registry(cargo: &mut Command, tree: &Path, pins: &Pins) -> R
     Ok(())
 }
 
-/// `key` with the sources of the crates that `tree` depends on.
-pub(crate) fn key(mut key: Key, tree: &Path, pins: &Pins) -> Result<Key> {
+/// `key` with the sources of the crates that the package in `user`, built on `tree`, depends on.
+pub(crate) fn key(mut key: Key, tree: &Path, pins: &Pins, user: &Path) -> Result<Key> {
     #[derive(Deserialize)]
     struct Root {
         workspace: toml::Table,
     }
-    let names = all(tree, pins)?;
+    let names = all(tree, pins, user)?;
     if names.is_empty() {
         return Ok(key);
     }
@@ -194,6 +195,13 @@ mod tests {
         tree
     }
 
+    /// A package that depends on no crate of this repository.
+    fn user() -> tempfile::TempDir {
+        let user = tempfile::tempdir().unwrap();
+        fs::write(user.path().join("Cargo.toml"), "[package]\nname = \"y\"\n").unwrap();
+        user
+    }
+
     const INDEXER: &str = "[dependencies.kvdelta-indexer]\nversion = \"0.1.0\"\n";
 
     #[test]
@@ -212,25 +220,29 @@ mod tests {
             path.display()
         );
         assert!(shown.contains(&wanted), "{shown}");
-        let keyed = |tree: &tempfile::TempDir| key(Key::new(), tree.path(), &pins).unwrap().hex();
-        assert_ne!(keyed(&without), keyed(&with));
-        assert_eq!(keyed(&without), Key::new().hex());
+        let keyed = |tree: &tempfile::TempDir, user: &Path| {
+            key(Key::new(), tree.path(), &pins, user).unwrap().hex()
+        };
+        let none = user();
+        assert_ne!(keyed(&without, none.path()), keyed(&with, none.path()));
+        assert_eq!(keyed(&without, none.path()), Key::new().hex());
+        assert_eq!(
+            keyed(&without, &with.path().join("lib/x")),
+            keyed(&with, none.path())
+        );
     }
 
     #[test]
     fn a_crate_brings_the_ones_that_it_depends_on() {
-        let names = all(
-            tree("[dependencies.kvdelta-overlap]\nversion = \"0.1.0\"\n").path(),
-            &pins(""),
-        );
-        let names = names.unwrap();
+        let tree = tree("[dependencies.kvdelta-overlap]\nversion = \"0.1.0\"\n");
+        let names = all(tree.path(), &pins(""), user().path()).unwrap();
         assert!(names.contains("kvdelta-overlap") && names.contains("kvdelta-indexer"));
     }
 
     #[test]
     fn a_crate_that_is_not_here_is_named() {
         let tree = tree("[dependencies.kvdelta-nothing]\nversion = \"0.1.0\"\n");
-        let error = all(tree.path(), &pins("")).unwrap_err().to_string();
+        let error = direct(tree.path(), &pins("")).unwrap_err().to_string();
         assert!(
             error.contains("dynamo-x") && error.contains("kvdelta-nothing"),
             "{error}"
