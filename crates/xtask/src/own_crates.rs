@@ -146,7 +146,7 @@ pub(crate) fn with_versions(lock: &str, from: &str) -> Result<String> {
     let packages = parse(from)?.package;
     let own = packages
         .iter()
-        .filter(|package| package.name.starts_with(PREFIX) && package.source.is_none());
+        .filter(|package| package.source.is_none() && folder(&package.name).is_dir());
     let mut left: Vec<&Package> = own.collect();
     let mut wanted: BTreeMap<(&str, &str), &Package> = BTreeMap::new();
     while let Some(package) = left.pop() {
@@ -270,7 +270,12 @@ mod tests {
             package("b", "1.0.0", registry),
             package("b", "2.0.0", registry),
             package("c", "1.0.0", registry),
-            package("unrelated", "1.0.0", registry),
+            package(
+                "kvdelta-frontend",
+                "0.1.0",
+                "dependencies = [\n \"d\",\n]\n",
+            ),
+            package("d", "1.0.0", registry),
         ]
         .concat();
         let lock = format!("version = 4\n{}", package("a", "1.0.0", registry));
