@@ -132,16 +132,15 @@ struct Package {
     dependencies: Vec<String>,
 }
 
-/// The lock file `lock` with the versions that `from` has of what this repository's crates depend on
-/// and `lock` has not at all: cargo takes them in place of the newest, and leaves out what it does
-/// not need.
+/// The lock file `lock`, with the versions in `from` of what this repository's crates depend on wherever it
+/// has no version that fits. Cargo takes them in place of the newest and drops what it does not need.
 pub(crate) fn with_versions(lock: &str, from: &str) -> Result<String> {
     let parse =
         |text: &str| -> Result<Lock> { toml::from_str(text).context("not a lock file of cargo") };
-    let there: BTreeSet<String> = parse(lock)?
+    let there: BTreeSet<(String, String)> = parse(lock)?
         .package
         .into_iter()
-        .map(|package| package.name)
+        .map(|package| (package.name, compatible(&package.version)))
         .collect();
     let packages = parse(from)?.package;
     let own = packages
@@ -165,7 +164,8 @@ pub(crate) fn with_versions(lock: &str, from: &str) -> Result<String> {
     }
     let mut text = lock.to_owned();
     for package in wanted.into_values() {
-        if let (Some(source), false) = (&package.source, there.contains(&package.name)) {
+        let line = (package.name.clone(), compatible(&package.version));
+        if let (Some(source), false) = (&package.source, there.contains(&line)) {
             // Without its dependencies, which may be of other versions here.
             let _ = write!(
                 text,
@@ -178,6 +178,18 @@ pub(crate) fn with_versions(lock: &str, from: &str) -> Result<String> {
         }
     }
     Ok(text)
+}
+
+/// What two versions have in common of which cargo takes only one: up to the first number above 0.
+fn compatible(version: &str) -> String {
+    let mut common: Vec<&str> = Vec::new();
+    for number in version.split('.') {
+        common.push(number);
+        if number != "0" {
+            break;
+        }
+    }
+    common.join(".")
 }
 
 #[cfg(test)]
@@ -258,17 +270,17 @@ mod tests {
         let from = [
             "version = 4\n".to_owned(),
             package(
-                "kvdelta-x",
+                "kvdelta-indexer",
                 "0.1.0",
-                "dependencies = [\n \"a\",\n \"b 2.0.0\",\n]\n",
+                "dependencies = [\n \"a\",\n \"b 0.2.1\",\n]\n",
             ),
             package(
                 "a",
                 "1.0.1",
                 &format!("{registry}dependencies = [\n \"c\",\n]\n"),
             ),
-            package("b", "1.0.0", registry),
-            package("b", "2.0.0", registry),
+            package("b", "0.1.0", registry),
+            package("b", "0.2.1", registry),
             package("c", "1.0.0", registry),
             package(
                 "kvdelta-frontend",
@@ -278,12 +290,17 @@ mod tests {
             package("d", "1.0.0", registry),
         ]
         .concat();
-        let lock = format!("version = 4\n{}", package("a", "1.0.0", registry));
+        let lock = [
+            "version = 4\n".to_owned(),
+            package("a", "1.0.0", registry),
+            package("b", "0.1.1", registry),
+        ]
+        .concat();
         assert_eq!(
             with_versions(&lock, &from).unwrap(),
             [
                 lock.clone(),
-                package("b", "2.0.0", registry),
+                package("b", "0.2.1", registry),
                 package("c", "1.0.0", registry)
             ]
             .concat()
