@@ -92,7 +92,7 @@ pub(crate) fn folder() -> PathBuf {
 
 /// The built frontend, from the cache if nothing that goes into it has changed.
 pub(crate) fn build(cache: &Cache, profile: Profile) -> Result<PathBuf> {
-    let mut key = patched_key(cache)?
+    let mut key = patched_key(cache, &folder())?
         .file(&folder().join("Cargo.toml"))?
         .file(&lock_file())?
         .file(&folder().join("build.rs"))?;
@@ -130,12 +130,13 @@ pub(crate) fn build_key(key: Key) -> Result<Key> {
         .part("rustflags", RUSTFLAGS.as_bytes()))
 }
 
-/// What decides a build on the patched crates, the caller's own sources aside.
-pub(crate) fn patched_key(cache: &Cache) -> Result<Key> {
+/// What decides a build of the package in `user` on the patched crates, its own files aside.
+pub(crate) fn patched_key(cache: &Cache, user: &Path) -> Result<Key> {
     own_crates::key(
         build_key(patch::key()?)?,
         &patch::patched(cache)?,
         &Pins::read()?,
+        user,
     )
 }
 

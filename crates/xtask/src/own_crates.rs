@@ -57,10 +57,11 @@ fn direct(tree: &Path, pins: &Pins) -> Result<BTreeSet<String>> {
     Ok(names)
 }
 
-/// Those and the ones that they depend on.
-fn all(tree: &Path, pins: &Pins) -> Result<BTreeSet<String>> {
+/// Those, the ones that the package in `user` names, and all that these depend on.
+fn all(tree: &Path, pins: &Pins, user: &Path) -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
     let mut left: Vec<String> = direct(tree, pins)?.into_iter().collect();
+    left.extend(Manifest::read(user)?.own());
     while let Some(name) = left.pop() {
         left.extend(Manifest::read(&folder(&name))?.own());
         names.insert(name);
@@ -80,13 +81,13 @@ pub(crate) fn patch_registry(cargo: &mut Command, tree: &Path, pins: &Pins) -> R
     Ok(())
 }
 
-/// `key` with the sources of the crates that `tree` depends on.
-pub(crate) fn key(mut key: Key, tree: &Path, pins: &Pins) -> Result<Key> {
+/// `key` with the sources of the crates that the package in `user`, built on `tree`, depends on.
+pub(crate) fn key(mut key: Key, tree: &Path, pins: &Pins, user: &Path) -> Result<Key> {
     #[derive(Deserialize)]
     struct Root {
         workspace: toml::Table,
     }
-    let names = all(tree, pins)?;
+    let names = all(tree, pins, user)?;
     if names.is_empty() {
         return Ok(key);
     }
@@ -131,21 +132,20 @@ struct Package {
     dependencies: Vec<String>,
 }
 
-/// The lock file `lock` with the versions that `from` has of what this repository's crates depend on
-/// and `lock` has not at all: cargo takes them in place of the newest, and leaves out what it does
-/// not need.
+/// The lock file `lock`, with the versions in `from` of what this repository's crates depend on wherever it
+/// has no version that fits. Cargo takes them in place of the newest and drops what it does not need.
 pub(crate) fn with_versions(lock: &str, from: &str) -> Result<String> {
     let parse =
         |text: &str| -> Result<Lock> { toml::from_str(text).context("not a lock file of cargo") };
-    let there: BTreeSet<String> = parse(lock)?
+    let there: BTreeSet<(String, String)> = parse(lock)?
         .package
         .into_iter()
-        .map(|package| package.name)
+        .map(|package| (package.name, compatible(&package.version)))
         .collect();
     let packages = parse(from)?.package;
     let own = packages
         .iter()
-        .filter(|package| package.name.starts_with(PREFIX) && package.source.is_none());
+        .filter(|package| package.source.is_none() && folder(&package.name).is_dir());
     let mut left: Vec<&Package> = own.collect();
     let mut wanted: BTreeMap<(&str, &str), &Package> = BTreeMap::new();
     while let Some(package) = left.pop() {
@@ -164,7 +164,8 @@ pub(crate) fn with_versions(lock: &str, from: &str) -> Result<String> {
     }
     let mut text = lock.to_owned();
     for package in wanted.into_values() {
-        if let (Some(source), false) = (&package.source, there.contains(&package.name)) {
+        let line = (package.name.clone(), compatible(&package.version));
+        if let (Some(source), false) = (&package.source, there.contains(&line)) {
             // Without its dependencies, which may be of other versions here.
             let _ = write!(
                 text,
@@ -177,6 +178,18 @@ pub(crate) fn with_versions(lock: &str, from: &str) -> Result<String> {
         }
     }
     Ok(text)
+}
+
+/// What two versions have in common of which cargo takes only one: up to the first number above 0.
+fn compatible(version: &str) -> String {
+    let mut common: Vec<&str> = Vec::new();
+    for number in version.split('.') {
+        common.push(number);
+        if number != "0" {
+            break;
+        }
+    }
+    common.join(".")
 }
 
 #[cfg(test)]
@@ -192,6 +205,13 @@ mod tests {
         let manifest = format!("[package]\nname = \"dynamo-x\"\n{dependencies}");
         fs::write(folder.join("Cargo.toml"), manifest).unwrap();
         tree
+    }
+
+    /// A package that depends on no crate of this repository.
+    fn user() -> tempfile::TempDir {
+        let user = tempfile::tempdir().unwrap();
+        fs::write(user.path().join("Cargo.toml"), "[package]\nname = \"y\"\n").unwrap();
+        user
     }
 
     const INDEXER: &str = "[dependencies.kvdelta-indexer]\nversion = \"0.1.0\"\n";
@@ -212,25 +232,29 @@ mod tests {
             path.display()
         );
         assert!(shown.contains(&wanted), "{shown}");
-        let keyed = |tree: &tempfile::TempDir| key(Key::new(), tree.path(), &pins).unwrap().hex();
-        assert_ne!(keyed(&without), keyed(&with));
-        assert_eq!(keyed(&without), Key::new().hex());
+        let keyed = |tree: &tempfile::TempDir, user: &Path| {
+            key(Key::new(), tree.path(), &pins, user).unwrap().hex()
+        };
+        let none = user();
+        assert_ne!(keyed(&without, none.path()), keyed(&with, none.path()));
+        assert_eq!(keyed(&without, none.path()), Key::new().hex());
+        assert_eq!(
+            keyed(&without, &with.path().join("lib/x")),
+            keyed(&with, none.path())
+        );
     }
 
     #[test]
     fn a_crate_brings_the_ones_that_it_depends_on() {
-        let names = all(
-            tree("[dependencies.kvdelta-overlap]\nversion = \"0.1.0\"\n").path(),
-            &pins(""),
-        );
-        let names = names.unwrap();
+        let tree = tree("[dependencies.kvdelta-overlap]\nversion = \"0.1.0\"\n");
+        let names = all(tree.path(), &pins(""), user().path()).unwrap();
         assert!(names.contains("kvdelta-overlap") && names.contains("kvdelta-indexer"));
     }
 
     #[test]
     fn a_crate_that_is_not_here_is_named() {
         let tree = tree("[dependencies.kvdelta-nothing]\nversion = \"0.1.0\"\n");
-        let error = all(tree.path(), &pins("")).unwrap_err().to_string();
+        let error = direct(tree.path(), &pins("")).unwrap_err().to_string();
         assert!(
             error.contains("dynamo-x") && error.contains("kvdelta-nothing"),
             "{error}"
@@ -246,27 +270,37 @@ mod tests {
         let from = [
             "version = 4\n".to_owned(),
             package(
-                "kvdelta-x",
+                "kvdelta-indexer",
                 "0.1.0",
-                "dependencies = [\n \"a\",\n \"b 2.0.0\",\n]\n",
+                "dependencies = [\n \"a\",\n \"b 0.2.1\",\n]\n",
             ),
             package(
                 "a",
                 "1.0.1",
                 &format!("{registry}dependencies = [\n \"c\",\n]\n"),
             ),
-            package("b", "1.0.0", registry),
-            package("b", "2.0.0", registry),
+            package("b", "0.1.0", registry),
+            package("b", "0.2.1", registry),
             package("c", "1.0.0", registry),
-            package("unrelated", "1.0.0", registry),
+            package(
+                "kvdelta-frontend",
+                "0.1.0",
+                "dependencies = [\n \"d\",\n]\n",
+            ),
+            package("d", "1.0.0", registry),
         ]
         .concat();
-        let lock = format!("version = 4\n{}", package("a", "1.0.0", registry));
+        let lock = [
+            "version = 4\n".to_owned(),
+            package("a", "1.0.0", registry),
+            package("b", "0.1.1", registry),
+        ]
+        .concat();
         assert_eq!(
             with_versions(&lock, &from).unwrap(),
             [
                 lock.clone(),
-                package("b", "2.0.0", registry),
+                package("b", "0.2.1", registry),
                 package("c", "1.0.0", registry)
             ]
             .concat()

@@ -469,7 +469,7 @@ fn build(cache: &Cache, crates: Crates) -> Result<PathBuf> {
         ),
         Crates::Patched => (
             "kvdelta-recorder",
-            frontend::patched_key(cache)?.file(&frontend::lock_file())?,
+            frontend::patched_key(cache, &folder())?.file(&frontend::lock_file())?,
         ),
     };
     for file in files()? {
