@@ -83,6 +83,33 @@ pub(crate) fn tools(cache: &Cache) -> Result<PathBuf> {
     })
 }
 
+/// The folder of pytest and what it needs, to go before the engines' packages in PYTHONPATH.
+pub(crate) fn pytest(cache: &Cache) -> Result<PathBuf> {
+    let uv = tools(cache)?;
+    let lock = engines_folder().join("pytest.lock");
+    cache.entry("python-pytest", &Key::new().file(&lock)?, |folder| {
+        let mut install = Command::new(&uv);
+        install
+            .args([
+                "-m",
+                "uv",
+                "pip",
+                "install",
+                "--no-deps",
+                "--require-hashes",
+            ])
+            .arg("--python")
+            .arg(&uv)
+            .arg("--target")
+            .arg(folder)
+            .arg("-r")
+            .arg(&lock)
+            .env("UV_CACHE_DIR", cache.folder("uv")?);
+        let log = cache.folder("logs")?.join("python-pytest.log");
+        command::logged("pytest", install, &log)
+    })
+}
+
 /// A folder with the Python files of a wheel. It is fetched, or taken from uv's cache, as the engines' packages
 /// are: uv refuses one whose checksum is not `sha256`.
 pub(crate) fn wheel(cache: &Cache, name: &str, version: &str, sha256: &str) -> Result<PathBuf> {

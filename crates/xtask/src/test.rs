@@ -24,6 +24,7 @@ use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Report};
 use crate::unchanged;
 use crate::upstream_tests;
+use crate::workers;
 
 /// The engine test accepts this much above "every prefix once".
 const TOLERANCE: f64 = 0.05;
@@ -61,7 +62,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 12] = [
+const PARTS: [Part; 13] = [
     Part {
         name: "format",
         heavy: false,
@@ -96,6 +97,11 @@ const PARTS: [Part; 12] = [
         name: "upstream's tests on the patched crates",
         heavy: true,
         run: patched_upstream_tests,
+    },
+    Part {
+        name: "upstream's tests on the patched workers",
+        heavy: true,
+        run: workers::test,
     },
     Part {
         name: "lints and tests of the frontend",

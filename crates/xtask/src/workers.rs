@@ -14,8 +14,11 @@ use anyhow::{Context, Result, bail};
 
 use crate::cache::Cache;
 use crate::command;
+use crate::env;
+use crate::fleet::engine_environment;
 use crate::frontend::sources;
 use crate::patch;
+use crate::progress::say;
 use crate::upstream::Pins;
 
 /// The namespace of all of Dynamo's packages.
@@ -45,6 +48,39 @@ pub(crate) fn write(cache: &Cache, target: &Path) -> Result<()> {
         bail!(NONE);
     }
     copy(&patch::patched(cache)?, &packages, target)
+}
+
+/// Upstream's tests of the workers, and the patches' own, that need no GPU, model or file of the repository.
+const TESTS: [&str; 7] = [
+    "test_decode_cache_info.py",
+    "test_kv_hints.py",
+    "test_runtime_metadata.py",
+    "test_vllm_kv_connector_protocols.py",
+    "test_vllm_legacy_lora.py",
+    "test_vllm_worker_factory.py",
+    "test_vllm_worker_handler.py",
+];
+
+/// Runs the tests of the patched workers, as upstream runs them.
+pub(crate) fn test(cache: &Cache) -> Result<()> {
+    let python = env::engines(cache)?;
+    let Some(overlay) = overlay(cache, &python)? else {
+        say(NONE);
+        return Ok(());
+    };
+    let mut pytest = Command::new(&python);
+    pytest
+        .args(["-m", "pytest", "--quiet", "--asyncio-mode=auto"])
+        .args(["-p", "no:cacheprovider", "-W", "ignore"])
+        .args(TESTS.map(|name| overlay.join("dynamo/vllm/tests").join(name)))
+        .current_dir(&overlay)
+        .env(
+            "PYTHONPATH",
+            std::env::join_paths([&overlay, &env::pytest(cache)?])?,
+        )
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .envs(engine_environment());
+    command::shown_run(pytest)
 }
 
 /// A package of Dynamo's, or a module that is in none: where it is in the patched sources and in an overlay.
