@@ -527,7 +527,7 @@ fn cargo(cache: &Cache, subcommand: &str, crates: Crates) -> Result<Command> {
             cargo
                 .current_dir(patched_copy(cache, &pins)?)
                 .env("KVDELTA_PATCHED", "1");
-            frontend::patch_registry(&mut cargo, &pins, &patch::patched(cache)?)?;
+            frontend::patch_registry(&mut cargo, &pins, &patch::crates(cache)?)?;
         }
     }
     Ok(cargo)
