@@ -32,7 +32,12 @@ impl Load {
 
     /// Blocks with this request booked, as Dynamo's cost counts them.
     pub fn with_request(self, shape: PromptShape) -> usize {
-        let added = self.added_blocks.unwrap_or(shape.blocks());
+        self.with_prompt(shape.blocks())
+    }
+
+    #[inline]
+    pub(crate) fn with_prompt(self, blocks: usize) -> usize {
+        let added = self.added_blocks.unwrap_or(blocks);
         self.active_blocks.saturating_add(added)
     }
 }
@@ -114,14 +119,20 @@ impl Candidate {
 
     /// Why it may not be chosen, whatever it has cached.
     pub fn refusal(&self, shape: PromptShape, busy: Option<Share>) -> Option<Refusal> {
-        self.refused.or_else(|| self.no_room(shape, busy))
+        self.refusal_of(shape.blocks(), busy)
     }
 
+    /// As `refusal`, for a prompt of so many blocks.
+    ///
     /// Cached blocks may be in use already or not, so the request takes up at least the missing ones: a rank
     /// is refused where not even these fit.
-    fn no_room(&self, shape: PromptShape, busy: Option<Share>) -> Option<Refusal> {
+    #[inline]
+    pub(crate) fn refusal_of(&self, prompt: usize, busy: Option<Share>) -> Option<Refusal> {
+        if self.refused.is_some() {
+            return self.refused;
+        }
         let capacity = self.capacity_blocks?;
-        let missing = self.missing_blocks(shape);
+        let missing = prompt.saturating_sub(self.cached_blocks);
         let active = self.load.map_or(0, |load| load.active_blocks);
         let free = capacity.saturating_sub(active);
         if free < missing {

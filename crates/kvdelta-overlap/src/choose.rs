@@ -115,39 +115,40 @@ impl NoChoice {
 ///
 /// # Errors
 /// [`NoChoice`], if there is none that may be chosen.
-pub fn choose(
-    candidates: &[Candidate],
+pub fn choose<'a>(
+    candidates: &'a [Candidate],
     cost: BlockCost,
     asked: Asked,
 ) -> Result<Choice<BlockTerms>, NoChoice> {
-    let shape = asked.shape;
+    let (prompt, busy) = (asked.shape.blocks(), asked.busy);
     let mut refused = Refusals::default();
     let mut leading = Leading::new(asked.tie_break);
-    let (mut least, mut unknown) = (None, 0);
-    let prompt = shape.blocks();
-    let price = |candidate: &Candidate, load: LoadTerm| {
-        cost.of(load.blocks, candidate.cached_blocks, prompt)
+    let seen = |candidate: &'a Candidate, load: LoadTerm| Seen {
+        of: candidate.of,
+        cost: cost.of(load.blocks, candidate.cached_blocks, prompt),
+        what: (candidate, load),
     };
+    let (mut least, mut unknown) = (usize::MAX, 0);
     for candidate in candidates {
-        if let Some(why) = candidate.refusal(shape, asked.busy) {
+        if let Some(why) = candidate.refusal_of(prompt, busy) {
             refused.count(why);
         } else if let Some(load) = candidate.load {
-            let load = load.with_request(shape);
-            least = Some(least.map_or(load, |least: usize| least.min(load)));
-            let load = LoadTerm::known(load);
-            leading.see(candidate.of, price(candidate, load), (candidate, load));
+            let load = load.with_prompt(prompt);
+            least = least.min(load);
+            leading.see(seen(candidate, LoadTerm::known(load)));
         } else {
             unknown += 1;
         }
     }
     if unknown > 0 {
-        let load = LoadTerm::assumed(least.unwrap_or(prompt));
+        let is_any_known = refused.total() + unknown < candidates.len();
+        let load = LoadTerm::assumed(if is_any_known { least } else { prompt });
         let without = candidates.iter().filter(|one| one.load.is_none());
-        for candidate in without.filter(|one| one.refusal(shape, asked.busy).is_none()) {
-            leading.see(candidate.of, price(candidate, load), (candidate, load));
+        for candidate in without.filter(|one| one.refusal_of(prompt, busy).is_none()) {
+            leading.see(seen(candidate, load));
         }
     }
-    let choice = leading.choice(refused, |(candidate, load)| Priced {
+    let choice = leading.choice(candidates.len(), refused, |(candidate, load)| Priced {
         cached: candidate.cached(),
         terms: BlockTerms {
             by: cost,
@@ -201,14 +202,22 @@ pub fn choose_pair(
                 .queued_tokens
                 .map_or(assumed_queue, QueueTerm::known);
             let terms = cost.terms((prefill, queued), (decode, load), link, shape);
-            best.see(prefill.of, terms.cost(), terms);
+            best.see(Seen {
+                of: prefill.of,
+                cost: terms.cost(),
+                what: terms,
+            });
         }
         match best.best {
-            Some(pair) => leading.see(decode.of, pair.cost, (decode, pair.what)),
+            Some(pair) => leading.see(Seen {
+                of: decode.of,
+                cost: pair.cost,
+                what: (decode, pair.what),
+            }),
             None => refused.count(Refusal::NoLink),
         }
     }
-    if let Some(choice) = leading.choice(refused, |(candidate, terms)| Priced {
+    if let Some(choice) = leading.choice(decode.len(), refused, |(candidate, terms)| Priced {
         cached: candidate.cached(),
         terms,
     }) {
@@ -230,9 +239,10 @@ struct Leading<T> {
     tie_break: u64,
     best: Option<Seen<T>>,
     next: Option<Seen<T>>,
+    /// What the second costs; infinite while there is none.
+    bound: f64,
     /// How many cost what the best costs.
     cheapest: usize,
-    seen: usize,
 }
 
 #[derive(Clone, Copy)]
@@ -248,24 +258,26 @@ impl<T: Copy> Leading<T> {
             tie_break,
             best: None,
             next: None,
+            bound: f64::INFINITY,
             cheapest: 0,
-            seen: 0,
         }
     }
 
     #[inline]
-    fn see(&mut self, of: WorkerRank, cost: f64, what: T) {
-        self.seen += 1;
-        if self.next.as_ref().is_some_and(|next| cost > next.cost) {
-            return;
+    fn see(&mut self, seen: Seen<T>) {
+        // Most cost more.
+        if seen.cost <= self.bound {
+            self.see_near(seen);
         }
-        let seen = Seen { of, cost, what };
+    }
+
+    fn see_near(&mut self, seen: Seen<T>) {
         let Some(best) = &self.best else {
             self.best = Some(seen);
             self.cheapest = 1;
             return;
         };
-        match cost.total_cmp(&best.cost) {
+        match seen.cost.total_cmp(&best.cost) {
             Ordering::Less => self.cheapest = 1,
             Ordering::Equal => self.cheapest += 1,
             Ordering::Greater => {}
@@ -275,6 +287,7 @@ impl<T: Copy> Leading<T> {
         } else if self.next.is_none_or(|next| self.is_before(&seen, &next)) {
             self.next = Some(seen);
         }
+        self.bound = self.next.map_or(f64::INFINITY, |next| next.cost);
     }
 
     #[inline]
@@ -284,12 +297,17 @@ impl<T: Copy> Leading<T> {
         order.then_with(|| lot(one).cmp(&lot(other))).is_lt()
     }
 
-    fn choice<P>(self, refused: Refusals, priced: impl Fn(T) -> Priced<P>) -> Option<Choice<P>> {
+    fn choice<P>(
+        self,
+        candidates: usize,
+        refused: Refusals,
+        priced: impl Fn(T) -> Priced<P>,
+    ) -> Option<Choice<P>> {
         Some(Choice {
             best: priced(self.best?.what),
             runner_up: self.next.map(|next| priced(next.what)),
             cheapest: self.cheapest,
-            allowed: self.seen,
+            allowed: candidates.saturating_sub(refused.total()),
             refused,
         })
     }

@@ -76,6 +76,12 @@ impl TryFrom<f64> for Share {
     }
 }
 
+/// A count as a number, by the short way that a processor has for those of 32 bits.
+#[inline]
+fn number(count: usize) -> f64 {
+    u32::try_from(count).map_or(count as f64, f64::from)
+}
+
 /// How a cost in blocks weighs overlap against load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
@@ -105,11 +111,11 @@ impl BlockCost {
     #[inline]
     pub fn of(self, load: usize, cached: usize, prompt: usize) -> f64 {
         let weight = self.weight.get();
-        let overlap = weight * cached as f64;
+        let overlap = weight * number(cached);
         // The order of the operations is that of Dynamo's scorers: it rounds alike, so equal stays equal.
         let before = match self.form {
-            Form::Subtracted => load as f64,
-            Form::Missing => load as f64 + weight * prompt as f64,
+            Form::Subtracted => number(load),
+            Form::Missing => number(load) + weight * number(prompt),
         };
         (before - overlap).max(0.0)
     }
