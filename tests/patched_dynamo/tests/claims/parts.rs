@@ -27,7 +27,10 @@ fn a_prefix_goes_where_it_is_held() -> Result<()> {
             let mut asked = prefix.clone();
             asked.extend(prompt(seed, 20));
             let hashed = trace.spans(HASHING);
-            fleet.ask(Ask::new(&asked)).await?.complete()?;
+            let ask = Ask::new(&asked).nvext("extra_fields", vec!["worker_id"]);
+            let answer = fleet.ask(ask).await?.complete()?;
+            let chosen = answer.nvext("/worker_id/decode_worker_id");
+            assert_eq!(chosen, Some(&json!(holder.id)), "{}", answer.body);
             fleet.nothing_booked().await?;
             // Once for the prefill worker, once for the decode worker.
             assert_eq!(trace.spans(HASHING) - hashed, 2);
@@ -280,6 +283,40 @@ fn decode_stays_in_the_zone_of_prefill() -> Result<()> {
         fleet.holds(0, &fleet.decode[1], 0, &prefix, 16).await?;
         fleet.ask(Ask::new(&prefix)).await?.complete()?;
         assert_eq!(fleet.decode[0].received().len(), 1);
+        fleet.nothing_booked().await
+    })
+}
+
+#[test]
+fn a_session_stays_with_its_workers() -> Result<()> {
+    run(async |trace| {
+        let fleet = Builder::new(2.0)?
+            .prefill(1, Spec::default())
+            .decode(2, Spec::default())
+            .router(|router| router.session_affinity_ttl_secs = Some(600))
+            .start(&trace)
+            .await?;
+        let ask = |seed| {
+            Ask::new(&prompt(seed, 50))
+                .header("x-dynamo-session-id", "a")
+                .field("max_tokens", 2)
+        };
+        fleet.ask(ask(1)).await?.complete()?;
+        let used = fleet
+            .decode
+            .iter()
+            .position(|worker| !worker.received().is_empty());
+        let used = used.context("no decode worker got the request")?;
+        let other = prompt(2, 50);
+        fleet.decode[1 - used].store(0, &other)?;
+        fleet
+            .holds(0, &fleet.decode[1 - used], 0, &other, 6)
+            .await?;
+        fleet.ask(ask(2)).await?.complete()?;
+        let received = fleet.decode[used].received();
+        assert_eq!(received.len(), 2);
+        let limit = received[1].request.pointer("/stop_conditions/max_tokens");
+        assert_eq!(limit, Some(&json!(2)));
         fleet.nothing_booked().await
     })
 }

@@ -11,7 +11,7 @@ mod trace;
 mod worker;
 
 pub(crate) use ask::Ask;
-pub(crate) use deployment::{Builder, Fleet, prompt};
+pub(crate) use deployment::{Builder, prompt};
 pub(crate) use run::run;
 pub(crate) use script::{Gate, Script, Step};
 pub(crate) use worker::{Outcome, Spec};

@@ -14,13 +14,12 @@ use async_trait::async_trait;
 use dynamo_kv_router::compute_block_hash_for_seq;
 use dynamo_kv_router::protocols::{
     BlockHashOptions, ExternalSequenceBlockHash, KvCacheEvent, KvCacheEventData, KvCacheRemoveData,
-    KvCacheStoreData, KvCacheStoredBlockData, compute_seq_hash_for_block,
+    KvCacheStoreData, KvCacheStoredBlockData, KvTransferEnforcement, LocalBlockHash,
+    compute_seq_hash_for_block,
 };
 use dynamo_llm::kv_router::publisher::KvEventPublisher;
 use dynamo_llm::local_model::LocalModelBuilder;
-use dynamo_llm::local_model::runtime_config::{
-    DisaggregatedEndpoint, KvTransferEnforcement, ModelRuntimeConfig,
-};
+use dynamo_llm::local_model::runtime_config::{DisaggregatedEndpoint, ModelRuntimeConfig};
 use dynamo_llm::model_type::{ModelInput, ModelType};
 use dynamo_llm::protocols::common::FinishReason;
 use dynamo_llm::protocols::common::llm_backend::LLMEngineOutput;
@@ -333,7 +332,7 @@ impl Worker {
         self.publish(rank, KvCacheEventData::Cleared)
     }
 
-    fn block_hashes(&self, tokens: &[u32]) -> Vec<dynamo_kv_router::protocols::LocalBlockHash> {
+    fn block_hashes(&self, tokens: &[u32]) -> Vec<LocalBlockHash> {
         let options = BlockHashOptions {
             is_eagle: Some(self.spec.eagle),
             ..BlockHashOptions::default()
