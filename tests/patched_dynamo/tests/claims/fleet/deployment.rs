@@ -210,12 +210,13 @@ impl Fleet {
         let (prefill, decode) = (of(&self.prefill), of(&self.decode));
         for frontend in &self.frontends {
             for number in 0..prefill.len().max(decode.len()) {
+                // A pin for decode alone would be taken for one for prefill too.
                 let mut probe = Ask::new(&PROBE);
-                if let Some(worker) = prefill.get(number) {
-                    probe = probe.prefill(worker);
+                if let Some(worker) = prefill.iter().cycle().nth(number) {
+                    probe = probe.prefill(worker, 0);
                 }
-                if let Some(worker) = decode.get(number) {
-                    probe = probe.decode(worker);
+                if let Some(worker) = decode.iter().cycle().nth(number) {
+                    probe = probe.decode(worker, 0);
                 }
                 until("a frontend serves all workers", async || {
                     // Before it listens there is no answer at all.
@@ -300,10 +301,7 @@ impl Fleet {
         );
         let prefix = format!("worker_id={} dp_rank={rank},", worker.id);
         until(&what, async || {
-            let ask = Ask::new(prompt)
-                .decode(worker)
-                .header("x-dynamo-dp-rank", rank)
-                .query_only();
+            let ask = Ask::new(prompt).decode(worker, rank).query_only();
             let before = self.trace.lines("Selected pinned worker").len();
             let answer = self.send_to(frontend, ask)?.answer().await?;
             ensure!(answer.status == 200, "{}: {}", answer.status, answer.body);
@@ -330,7 +328,7 @@ impl Fleet {
     pub(crate) async fn unrouted(&self, frontend: usize, worker: &Worker) -> Result<()> {
         let what = format!("{} is not routed to", worker.name());
         until(&what, async || {
-            let ask = Ask::new(&PROBE).decode(worker).query_only();
+            let ask = Ask::new(&PROBE).decode(worker, 0).query_only();
             let answer = self.send_to(frontend, ask)?.answer().await?;
             Ok(if answer.status == 200 {
                 Err(answer.body)
