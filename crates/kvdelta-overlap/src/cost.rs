@@ -13,9 +13,6 @@ use crate::error::BadSetting;
 pub struct Weight(f64);
 
 impl Weight {
-    /// A block for a block.
-    pub const ONE: Self = Self(1.0);
-
     /// The number.
     pub const fn get(self) -> f64 {
         self.0

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use proptest::prelude::*;
 
-use super::{Index, Naive, Overlap, Refused, Sharing};
+use super::{Among, Index, Naive, Overlap, Refused, Sharing};
 use crate::event::{Change, Copies, Event, Stored, StoredBlock};
 use crate::hash::{Prompt, PromptOf, block_hashes};
 use crate::ids::{BlockHash, BlockSize, EngineHash, Tier, WorkerRank};
@@ -213,6 +213,37 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..60)
 }
 
+/// What `among` has of the device, as the others say it.
+fn found_among(index: &Index, among: &mut Among, prompt: &mut Prompt<'_>) -> Vec<Overlap> {
+    let ranks = among.ranks().to_vec();
+    index.overlaps_among(prompt, among, |found| {
+        let each = ranks.into_iter().enumerate().map(|(place, of)| {
+            assert_eq!(found.place(of), Some(place));
+            let blocks = found.blocks()[place];
+            assert_eq!(found.engine(place).is_some(), blocks > 0);
+            Some(Overlap {
+                of,
+                tier: Tier::Device,
+                blocks,
+                engine: found.engine(place)?,
+            })
+        });
+        each.flatten().collect()
+    })
+}
+
+/// The list, kept over the steps and indexes, after each of them.
+fn compare_among(index: &Index, naive: &Naive, among: &mut Among) -> Result<(), TestCaseError> {
+    for (path, blocks) in [(0, 120), (1, 33), (2, 5)] {
+        let prompt: Vec<_> = (0..blocks).map(|at| block(path, at)).collect();
+        let found = found_among(index, among, &mut Prompt::hashed(prompt.clone(), size()));
+        let ranks = among.ranks().iter();
+        let right = ranks.filter_map(|of| naive.overlap_of(*of, Tier::Device, &prompt));
+        prop_assert_eq!(found, right.collect::<Vec<_>>());
+    }
+    Ok(())
+}
+
 fn compare(index: &Index, naive: &Naive, unique_names: bool) -> Result<(), TestCaseError> {
     index.check().map_err(TestCaseError::fail)?;
     for path in 0..5 {
@@ -283,10 +314,23 @@ proptest! {
             index.admit(of);
             naive.admit(of);
         }
-        for step in &steps {
+        let mut among = Among::default();
+        for (at, step) in steps.iter().enumerate() {
             step.apply(&index, &mut naive);
             index.check().map_err(TestCaseError::fail)?;
+            compare_among(&index, &naive, &mut among)?;
+            let of = RANKS[at % RANKS.len()];
+            if at % 7 == 6 {
+                let place = among.place(of);
+                prop_assert_eq!(among.swap_remove(of), place);
+            } else {
+                let place = among.put(of);
+                prop_assert_eq!(among.ranks().get(place), Some(&of));
+            }
         }
+        compare_among(&index, &naive, &mut among)?;
+        compare_among(&Index::new(size()), &Naive::default(), &mut among)?;
+        compare_among(&index, &naive, &mut among)?;
         let unique_names = !steps.iter().any(|step| matches!(step, Step::Store { named: 0, .. }));
         compare(&index, &naive, unique_names)?;
     }
@@ -367,10 +411,19 @@ fn freed_room_is_used_again() {
     assert!(nodes < 4000, "{nodes} nodes for 100 blocks at a time");
 }
 
+/// A list of these ranks.
+fn among(ranks: &[WorkerRank]) -> Among {
+    let mut among = Among::default();
+    for of in ranks {
+        among.put(*of);
+    }
+    among
+}
+
 /// Between the first node of a walk and the second, the rank loses a block of the first and gains the second.
 #[test]
 fn race_what_moves_behind_a_walk_is_not_added_up() {
-    for one_rank in [false, true] {
+    for way in ["all", "one", "list"] {
         let index = Arc::new(Index::new(size()));
         let of = RANKS[0];
         index.admit(of);
@@ -382,18 +435,15 @@ fn race_what_moves_behind_a_walk_is_not_added_up() {
             moving.apply(&run(of, Some(32), 33..65));
         };
         BETWEEN.with_borrow_mut(|between| between.push(Box::new(moves)));
-        let held = if one_rank {
-            index
-                .overlap_of(of, Tier::Device, &mut prompt(1..129))
-                .map(|one| one.blocks)
-        } else {
-            index
-                .overlaps(&mut prompt(1..129))
-                .first()
-                .map(|one| one.blocks)
+        let mut prompt = prompt(1..129);
+        let held = match way {
+            "all" => index.overlaps(&mut prompt).first().copied(),
+            "one" => index.overlap_of(of, Tier::Device, &mut prompt),
+            _ => found_among(&index, &mut among(&[of]), &mut prompt).pop(),
         };
+        let held = held.map(|one| one.blocks);
         assert!(BETWEEN.with_borrow(Vec::is_empty));
-        assert_eq!(held, Some(9), "one rank alone: {one_rank}");
+        assert_eq!(held, Some(9), "{way}");
     }
 }
 
@@ -418,9 +468,11 @@ fn race_a_query_never_adds_up_blocks_that_were_never_there_at_once() {
             }
             stop.store(true, Ordering::Relaxed);
         });
-        let mut most = 0;
+        let (mut most, mut among) = (0, among(&[of]));
         while !stop.load(Ordering::Relaxed) {
-            for overlap in index.overlaps(&mut prompt(1..129)) {
+            let all = index.overlaps(&mut prompt(1..129));
+            let listed = found_among(&index, &mut among, &mut prompt(1..129));
+            for overlap in all.into_iter().chain(listed) {
                 most = most.max(overlap.blocks);
             }
             let one = index.overlap_of(of, Tier::Device, &mut prompt(1..129));
@@ -459,12 +511,14 @@ fn race_a_reused_node_is_never_taken_for_the_old_one() {
             }
             stop.store(true, Ordering::Relaxed);
         });
-        let mut round = 0;
+        let (mut round, mut among) = (0, among(&[other, of]));
         while !stop.load(Ordering::Relaxed) {
             round += 1;
             let which = round % 16;
             let start = 1000 * which;
-            for overlap in index.overlaps(&mut prompt(start..start + 200)) {
+            let all = index.overlaps(&mut prompt(start..start + 200));
+            let listed = found_among(&index, &mut among, &mut prompt(start..start + 200));
+            for overlap in all.into_iter().chain(listed) {
                 let expected = if which % 2 == 0 { of } else { other };
                 assert_eq!(overlap.of, expected);
                 let most = usize::try_from(33 + 3 * which).unwrap();

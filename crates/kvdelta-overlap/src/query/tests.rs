@@ -13,10 +13,13 @@ use crate::claimable::{NoClaim, PromptShape};
 use crate::cost::{BlockCost, Form, Weight};
 
 const NOW: Millis = Millis(0);
-const COST: BlockCost = BlockCost {
-    form: Form::Missing,
-    weight: Weight::ONE,
-};
+
+fn cost() -> BlockCost {
+    BlockCost {
+        form: Form::Missing,
+        weight: Weight::try_from(1.0).unwrap(),
+    }
+}
 
 fn rank(worker: u64) -> WorkerRank {
     WorkerRank::new(worker, 0)
@@ -101,7 +104,7 @@ impl Fixture {
             busy: None,
             tie_break: 5,
         };
-        query.choose(&mut prompt, fleet, COST, asked, NOW)
+        query.choose(&mut prompt, fleet, cost(), asked, NOW)
     }
 
     /// What is claimed of rank 1, the only candidate, after it stored the first `held` blocks.
