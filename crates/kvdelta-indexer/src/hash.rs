@@ -107,6 +107,15 @@ impl<'a> Prompt<'a> {
         self.hashes.len()
     }
 
+    /// Asks it as if it had no more than its first `blocks` blocks. What is hashed meanwhile stays.
+    pub fn within<R>(&mut self, blocks: usize, ask: impl FnOnce(&mut Self) -> R) -> R {
+        let all = self.blocks;
+        self.blocks = blocks.min(all);
+        let answer = ask(self);
+        self.blocks = all;
+        answer
+    }
+
     /// Whole blocks in it.
     pub fn blocks(&self) -> usize {
         self.blocks

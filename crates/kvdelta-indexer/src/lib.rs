@@ -23,7 +23,7 @@ pub use ids::{
     BlockHash, BlockSize, DpRank, EngineHash, Namespace, SequenceHash, Tier, WorkerId, WorkerRank,
 };
 pub use index::Naive;
-pub use index::{Applied, Held, Index, Overlap, Refused, Sharing, Usage};
+pub use index::{Among, Applied, FoundAmong, Held, Index, Overlap, Refused, Sharing, Usage};
 pub use ingest::{Action, Batch, Decode, Frame, Ingest, Limits, Link, Outcome, Ticket};
 pub use metrics::{Counters, RankCounts, metric_names};
 pub use stream::{Cursor, Digest, Observed, Order};

@@ -15,6 +15,11 @@ pub struct PromptShape {
 }
 
 impl PromptShape {
+    /// All blocks of the prompt, the last one begun among them: Dynamo's `request_blocks`.
+    pub fn blocks(&self) -> usize {
+        self.prompt_tokens.div_ceil(self.block_size.tokens())
+    }
+
     /// The most blocks that a claim about this prompt may say.
     ///
     /// Engines compute the last token always, so that block which holds it is never skipped: whole blocks

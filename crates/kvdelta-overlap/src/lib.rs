@@ -1,5 +1,19 @@
 #![doc = include_str!("../README.md")]
 
+mod candidate;
+mod choose;
 mod claimable;
+mod cost;
+#[cfg(feature = "dynamo")]
+pub mod dynamo;
+mod error;
+mod query;
 
+pub use candidate::{Candidate, Load, PrefillCandidate, Refusal, Refusals};
+pub use choose::{Asked, Choice, NoChoice, Priced, choose, choose_pair};
 pub use claimable::{Cached, Claimable, NoClaim, PromptShape, claimable};
+pub use cost::{
+    BlockCost, BlockTerms, Form, LoadTerm, PairCost, PairTerms, QueueTerm, Rate, Share, Weight,
+};
+pub use error::BadSetting;
+pub use query::{Answer, Fleet, Query};

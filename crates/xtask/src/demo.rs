@@ -236,13 +236,14 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     }
     let began = Instant::now();
     let python = env::engines(cache)?;
+    let workers = match options.patched_workers {
+        true => Workers::Patched(workers::overlay(cache, &python)?.context(workers::NONE)?),
+        false => Workers::Stock,
+    };
     let parts = Parts {
         model: env::model(cache, &python)?,
         frontend: frontend::build(cache, frontend::Profile::Dev)?,
-        workers: match options.patched_workers {
-            true => Workers::Patched(workers::overlay(cache, &python)?.context(workers::NONE)?),
-            false => Workers::Stock,
-        },
+        workers,
         python,
         engines: EngineSetup::default(),
     };

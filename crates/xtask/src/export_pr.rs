@@ -511,6 +511,12 @@ fn touched_files(text: &str, pins: &Pins) -> Result<Vec<PathBuf>> {
                 pin.path
             );
         }
+        if changes("Cargo.lock") {
+            bail!(
+                "it changes {}/Cargo.lock, which is the package's alone: leave it out",
+                pin.path
+            );
+        }
     }
     Ok(all
         .into_iter()
@@ -729,7 +735,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patch_changes_both_manifests_or_none() {
+    fn a_patch_changes_both_manifests_or_none_and_no_lock_file() {
         let change = |name: &str| {
             format!(
                 "diff --git a/lib/x/{name} b/lib/x/{name}\n--- a/lib/x/{name}\n+++ b/lib/x/{name}\n\
@@ -745,6 +751,8 @@ mod tests {
             let error = touched_files(&change(one), &pins("")).unwrap_err();
             assert!(error.to_string().contains("change both"), "{error}");
         }
+        let error = touched_files(&change("Cargo.lock"), &pins("")).unwrap_err();
+        assert!(error.to_string().contains("leave it out"), "{error}");
     }
 
     fn state(files: &[(&str, Option<&str>)]) -> State {

@@ -133,8 +133,8 @@ pub(crate) fn build_key(key: Key) -> Result<Key> {
 /// What decides a build of the package in `user` on the patched crates, its own files aside.
 pub(crate) fn patched_key(cache: &Cache, user: &Path) -> Result<Key> {
     own_crates::key(
-        build_key(patch::key()?)?,
-        &patch::patched(cache)?,
+        build_key(patch::crates_key(cache)?)?,
+        &patch::crates(cache)?,
         &Pins::read()?,
         user,
     )
@@ -182,7 +182,7 @@ pub(crate) fn cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
 }
 
 fn unlocked_cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
-    let patched = patch::patched(cache)?;
+    let patched = patch::crates(cache)?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo
         .arg(subcommand)

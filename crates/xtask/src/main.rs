@@ -4,6 +4,7 @@
 
 mod bench;
 mod cache;
+mod claims;
 mod client;
 mod command;
 mod demo;

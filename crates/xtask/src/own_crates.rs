@@ -143,9 +143,11 @@ pub(crate) fn with_versions(lock: &str, from: &str) -> Result<String> {
         .map(|package| (package.name, compatible(&package.version)))
         .collect();
     let packages = parse(from)?.package;
-    let own = packages
-        .iter()
-        .filter(|package| package.source.is_none() && folder(&package.name).is_dir());
+    let own = packages.iter().filter(|package| {
+        package.source.is_none()
+            && package.name.starts_with(PREFIX)
+            && folder(&package.name).is_dir()
+    });
     let mut left: Vec<&Package> = own.collect();
     let mut wanted: BTreeMap<(&str, &str), &Package> = BTreeMap::new();
     while let Some(package) = left.pop() {

@@ -2,7 +2,7 @@
 
 //! The patch series: applied in order to the pinned sources, with neither offset nor fuzz.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
@@ -13,6 +13,7 @@ use diffy::patch_set::{FileOperation, FilePatch, ParseOptions, PatchSet};
 use diffy::{Hunk, Line};
 
 use crate::cache::{Cache, Key};
+use crate::frontend::sources;
 use crate::progress::say;
 use crate::upstream::{Pins, series_folder};
 use crate::workers;
@@ -111,6 +112,55 @@ pub(crate) fn key() -> Result<Key> {
         key = key.file(&series_folder().join(name))?;
     }
     Ok(key)
+}
+
+/// The crates of the patched sources, in an entry of their own for builds: what changes Python or the text
+/// above a diff must not build Dynamo again.
+pub(crate) fn crates(cache: &Cache) -> Result<PathBuf> {
+    let pins = Pins::read()?;
+    let patched = patched(cache)?;
+    let key = crates_key_of(&patched, &pins, &changed()?)?;
+    cache.entry("dynamo-crates", &key, |target| {
+        for pin in &pins.crates {
+            let folder = patched.join(&pin.path);
+            for file in sources(&folder)? {
+                let to = target.join(file.strip_prefix(&patched)?);
+                fs::create_dir_all(to.parent().unwrap_or(target))?;
+                fs::copy(&file, &to).with_context(|| format!("cannot write {}", to.display()))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// What decides those crates: the pins, and the files of crates that the series changes.
+pub(crate) fn crates_key(cache: &Cache) -> Result<Key> {
+    crates_key_of(&patched(cache)?, &Pins::read()?, &changed()?)
+}
+
+fn crates_key_of(patched: &Path, pins: &Pins, changed: &BTreeSet<PathBuf>) -> Result<Key> {
+    let of_a_crate = |path: &&PathBuf| pins.crates.iter().any(|pin| path.starts_with(&pin.path));
+    let mut key = Key::new().file(&series_folder().join("pins.toml"))?;
+    for path in changed.iter().filter(of_a_crate) {
+        let file = patched.join(path);
+        let contents =
+            fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        key = key.part(&path.to_string_lossy(), &contents);
+    }
+    Ok(key)
+}
+
+/// The files that the series changes.
+pub(crate) fn changed() -> Result<BTreeSet<PathBuf>> {
+    let mut changed = BTreeSet::new();
+    for name in series()? {
+        changed.extend(
+            changed_lines(&text(&name)?)?
+                .into_iter()
+                .map(|file| file.path),
+        );
+    }
+    Ok(changed)
 }
 
 /// Unpacks the pinned sources under `target` and applies the series to them.
@@ -331,7 +381,7 @@ mod tests {
         diff --git a/lib/x.rs b/lib/x.rs\n--- a/lib/x.rs\n+++ b/lib/x.rs\n\
         @@ -1,3 +1,4 @@\n one\n+and a half\n two\n three\n@@ -5 +6 @@\n-five\n+six\n";
 
-    fn sources(content: &str) -> tempfile::TempDir {
+    fn sources_of(content: &str) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir(root.path().join("lib")).unwrap();
         fs::write(root.path().join("lib/x.rs"), content).unwrap();
@@ -340,7 +390,7 @@ mod tests {
 
     #[test]
     fn a_patch_below_its_header_applies() {
-        let root = sources(OLD);
+        let root = sources_of(OLD);
         apply(root.path(), PATCH).unwrap();
         assert_eq!(
             fs::read_to_string(root.path().join("lib/x.rs")).unwrap(),
@@ -363,7 +413,7 @@ mod tests {
     #[test]
     fn an_offset_is_an_error_that_names_file_hunk_and_line_and_changes_nothing() {
         let moved = format!("zero\n{OLD}");
-        let root = sources(&moved);
+        let root = sources_of(&moved);
         let error = format!("{:#}", apply(root.path(), PATCH).unwrap_err());
         for part in ["lib/x.rs", "hunk 1", "line 1", "\"one\"", "\"zero\""] {
             assert!(error.contains(part), "{error}");
@@ -376,7 +426,7 @@ mod tests {
 
     #[test]
     fn a_context_that_differs_is_an_error() {
-        let root = sources(&OLD.replace("five", "5"));
+        let root = sources_of(&OLD.replace("five", "5"));
         let error = format!("{:#}", apply(root.path(), PATCH).unwrap_err());
         assert!(error.contains("hunk 2 at line 5"), "{error}");
     }
@@ -385,7 +435,7 @@ mod tests {
     fn a_file_can_be_added_but_not_over_another() {
         let patch = "diff --git a/lib/y.rs b/lib/y.rs\nnew file mode 100644\n\
             --- /dev/null\n+++ b/lib/y.rs\n@@ -0,0 +1 @@\n+new\n";
-        let root = sources(OLD);
+        let root = sources_of(OLD);
         apply(root.path(), patch).unwrap();
         assert_eq!(
             fs::read_to_string(root.path().join("lib/y.rs")).unwrap(),
@@ -422,10 +472,33 @@ mod tests {
     }
 
     #[test]
+    fn builds_depend_on_changed_files_of_crates_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let (rust, python) = ("lib/x/a.rs", "components/dynamo/b.py");
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write(rust, "1");
+        write(python, "1");
+        let changed = [rust, python].map(PathBuf::from).into();
+        let key = || {
+            let key = crates_key_of(root.path(), &crate::upstream::tests::pins(""), &changed);
+            key.unwrap().hex()
+        };
+        let before = key();
+        write(python, "2");
+        assert_eq!(key(), before);
+        write(rust, "2");
+        assert_ne!(key(), before);
+    }
+
+    #[test]
     fn a_path_out_of_the_sources_is_refused() {
         let patch = "diff --git a/../y.rs b/../y.rs\nnew file mode 100644\n\
             --- /dev/null\n+++ b/../y.rs\n@@ -0,0 +1 @@\n+new\n";
-        let root = sources(OLD);
+        let root = sources_of(OLD);
         let error = format!("{:#}", apply(root.path(), patch).unwrap_err());
         assert!(error.contains("not a path inside"), "{error}");
     }

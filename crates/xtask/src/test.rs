@@ -11,6 +11,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Parser};
 
 use crate::cache::{Cache, members, project_root};
+use crate::claims;
 use crate::command::{output, shown_run};
 use crate::demo;
 use crate::env;
@@ -62,7 +63,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 13] = [
+const PARTS: [Part; 14] = [
     Part {
         name: "format",
         heavy: false,
@@ -112,6 +113,11 @@ const PARTS: [Part; 13] = [
         name: "off equals unpatched",
         heavy: true,
         run: unchanged::check,
+    },
+    Part {
+        name: "claims on a mock fleet",
+        heavy: true,
+        run: claims::check,
     },
     Part {
         name: "the index fed by real engines",

@@ -323,12 +323,7 @@ impl Recorders {
     /// A recorder without the settings of this shell.
     fn recorder(&self, crates: Crates) -> Command {
         let mut recorder = Command::new(self.program(crates));
-        for (name, _) in std::env::vars_os() {
-            let text = name.to_string_lossy();
-            if text.starts_with("DYN_") || text == "NATS_SERVER" {
-                recorder.env_remove(&name);
-            }
-        }
+        without_settings(&mut recorder);
         recorder
     }
 
@@ -421,6 +416,16 @@ impl Recorders {
     }
 }
 
+/// Takes away the settings for Dynamo that this shell has.
+fn without_settings(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("DYN_") || text == "NATS_SERVER" {
+            command.env_remove(&name);
+        }
+    }
+}
+
 fn policy(parameters: &str) -> String {
     format!(
         "worker_selection:\n  decode: tuned\n  instances:\n    - name: tuned\n      \
@@ -458,6 +463,13 @@ fn tests(cache: &Cache) -> Result<()> {
     let mut tests = cargo(cache, "test", Crates::Registry)?;
     tests.arg("--quiet");
     command::shown_run(tests)
+}
+
+/// `cargo test` on the package of the recorder, which has tests for patched crates alone as well.
+pub(crate) fn patched_tests(cache: &Cache) -> Result<Command> {
+    let mut tests = cargo(cache, "test", Crates::Patched)?;
+    without_settings(&mut tests);
+    Ok(tests)
 }
 
 /// A built recorder, from the cache if nothing that goes into it has changed.
@@ -515,7 +527,7 @@ fn cargo(cache: &Cache, subcommand: &str, crates: Crates) -> Result<Command> {
             cargo
                 .current_dir(patched_copy(cache, &pins)?)
                 .env("KVDELTA_PATCHED", "1");
-            frontend::patch_registry(&mut cargo, &pins, &patch::patched(cache)?)?;
+            frontend::patch_registry(&mut cargo, &pins, &patch::crates(cache)?)?;
         }
     }
     Ok(cargo)
@@ -529,7 +541,8 @@ fn copy(cache: &Cache) -> Result<PathBuf> {
 /// registry has them.
 fn patched_copy(cache: &Cache, pins: &Pins) -> Result<PathBuf> {
     let copy = copy(cache)?;
-    for file in files()? {
+    let tests = frontend::sources(&folder().join("tests"))?;
+    for file in files()?.into_iter().chain(tests) {
         let to = copy.join(file.strip_prefix(folder())?);
         if let Some(parent) = to.parent() {
             fs::create_dir_all(parent)?;

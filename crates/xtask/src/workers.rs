@@ -93,13 +93,11 @@ struct Package {
 /// The packages that the series changes.
 fn changed() -> Result<BTreeSet<Package>> {
     let pins = Pins::read()?;
-    let mut packages = BTreeSet::new();
-    for name in patch::series()? {
-        for changed in patch::changed_lines(&patch::text(&name)?)? {
-            packages.extend(package_of(&changed.path, &pins));
-        }
-    }
-    Ok(packages)
+    let changed = patch::changed()?;
+    Ok(changed
+        .iter()
+        .filter_map(|path| package_of(path, &pins))
+        .collect())
 }
 
 fn package_of(path: &Path, pins: &Pins) -> Option<Package> {

@@ -12,11 +12,11 @@ use dynamo_llm::entrypoint::RouterConfig;
 use dynamo_llm::model_card::ModelDeploymentCard;
 use dynamo_llm::worker_type::WorkerType;
 use dynamo_runtime::pipeline::RouterMode;
+use kvdelta_recorder::settings::Settings;
 use serde_json::json;
 
 use crate::names::Names;
 use crate::record::Record;
-use crate::settings::Settings;
 
 /// Records cards of the model and writes each to a file of `cards`.
 pub(crate) fn write(

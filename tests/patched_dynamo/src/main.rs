@@ -9,7 +9,6 @@ mod cards;
 mod names;
 mod record;
 mod scheduler;
-mod settings;
 mod stack;
 mod worker;
 
@@ -18,9 +17,9 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
+use kvdelta_recorder::settings::{self, Settings};
 
 use crate::record::{Lines, Record};
-use crate::settings::Settings;
 use crate::stack::Routing;
 
 /// Records what Dynamo's router chooses and sends for seeded streams of requests.

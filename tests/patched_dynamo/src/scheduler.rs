@@ -24,13 +24,13 @@ use dynamo_kv_router::{
     SharedCacheHits, WorkerConfigLike, WorkerInputs, WorkerSelectionPolicy, WorkerSelector,
     WorkerType,
 };
+use kvdelta_recorder::settings::Settings;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use crate::record::Record;
-use crate::settings::Settings;
 
 const BLOCK_TOKENS: u32 = 16;
 const STEPS: usize = 320;

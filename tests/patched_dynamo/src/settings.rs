@@ -13,17 +13,17 @@ use dynamo_llm::kv_router::plugins::install_router_plugin_registry;
 use serde_json::json;
 
 /// Ids that the model's tokenizer knows: as many as its vocabulary.
-pub(crate) const VOCABULARY: u32 = 4096;
+pub const VOCABULARY: u32 = 4096;
 
 /// What all recorded streams start from.
 #[derive(Debug)]
-pub(crate) struct Settings {
+pub struct Settings {
     config: KvRouterConfig,
 }
 
 impl Settings {
     /// Dynamo's variables, then the weight and the policy file.
-    pub(crate) fn new(weight: Option<f64>, policy: Option<&Path>) -> Result<Self> {
+    pub fn new(weight: Option<f64>, policy: Option<&Path>) -> Result<Self> {
         let mut config =
             try_kv_router_config_from_dynamo_env().map_err(|error| anyhow!("{error}"))?;
         config.router_policy_config = policy.map(|path| path.display().to_string());
@@ -32,19 +32,19 @@ impl Settings {
     }
 
     /// The router's configuration, to be changed for one stream.
-    pub(crate) fn config(&self) -> KvRouterConfig {
+    pub fn config(&self) -> KvRouterConfig {
         self.config.clone()
     }
 
     /// Dynamo's policies, as its frontends link them.
-    pub(crate) fn policies() -> Result<RouterPluginRegistry> {
+    pub fn policies() -> Result<RouterPluginRegistry> {
         let mut registry = dynamo_custom_policy_builtin::default_registry();
         dynamo_custom_policy_builtin::register(&mut registry)?;
         Ok(registry)
     }
 
     /// Installs the policies for the whole program.
-    pub(crate) fn install_policies(&self) -> Result<()> {
+    pub fn install_policies(&self) -> Result<()> {
         ensure!(
             install_router_plugin_registry(Self::policies()?),
             "policies were installed already"
@@ -54,7 +54,7 @@ impl Settings {
 }
 
 /// Sets the weight of the prefix that a decode worker holds already.
-pub(crate) fn set_weight(
+pub fn set_weight(
     #[cfg_attr(not(kvdelta_patched), expect(unused_variables))] config: &mut KvRouterConfig,
     weight: Option<f64>,
 ) -> Result<()> {
@@ -71,7 +71,7 @@ pub(crate) fn set_weight(
 }
 
 /// Writes a model without weights whose tokens are words, unless it is there; its whole path.
-pub(crate) fn write_model(folder: &Path) -> Result<PathBuf> {
+pub fn write_model(folder: &Path) -> Result<PathBuf> {
     if folder.exists() {
         return Ok(folder.canonicalize()?);
     }

@@ -4,7 +4,6 @@
 //! its replicas, which KV events it subscribes to, what it puts into discovery.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::TcpListener;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,14 +13,14 @@ use clap::ValueEnum;
 use dynamo_kv_router::protocols::{
     ActiveSequenceEvent, ActiveSequenceEventBatch, ActiveSequenceEventData,
 };
-use dynamo_llm::entrypoint::input::{Input, run_input};
-use dynamo_llm::entrypoint::{EngineConfig, RouterConfig};
+use dynamo_llm::entrypoint::RouterConfig;
 use dynamo_llm::kv_router::ACTIVE_SEQUENCES_SUBJECT;
-use dynamo_llm::local_model::LocalModelBuilder;
 use dynamo_llm::worker_type::WorkerType;
 use dynamo_runtime::pipeline::RouterMode;
 use dynamo_runtime::transports::event_plane::EventSubscriber;
 use dynamo_runtime::{DistributedRuntime, Runtime};
+use kvdelta_recorder::deployment::{distributed, free_port, serve};
+use kvdelta_recorder::settings::Settings;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -31,9 +30,8 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::names::Names;
 use crate::record::Record;
-use crate::settings::Settings;
 use crate::worker::{
-    BLOCK_TOKENS, HELD_IN_DECODE, HELD_IN_PREFILL, Seen, Worker, distributed, endpoint, prompt,
+    BLOCK_TOKENS, HELD_IN_DECODE, HELD_IN_PREFILL, Seen, Worker, endpoint, prompt,
 };
 
 const PREFILL_WORKERS: usize = 3;
@@ -208,7 +206,7 @@ impl Stack {
         let frontend = distributed(runtime, folder.path()).await?;
         names.number(frontend.connection_id(), "frontend");
         let port = free_port()?;
-        serve(frontend, router(settings, routing), port).await?;
+        serve(frontend, router(settings, routing), None, port).await?;
         Ok(Self {
             random: fastrand::Rng::with_seed(seed),
             names,
@@ -634,27 +632,6 @@ impl Stack {
     }
 }
 
-/// Starts the frontend in the background.
-async fn serve(frontend: DistributedRuntime, router: RouterConfig, port: u16) -> Result<()> {
-    let model = LocalModelBuilder::default()
-        .http_host(Some("127.0.0.1".to_owned()))
-        .http_port(port)
-        .router_config(Some(router))
-        .build()
-        .await?;
-    let engine = EngineConfig::Dynamic {
-        model: Box::new(model),
-        chat_engine_factory: None,
-        prefill_load_estimator: None,
-    };
-    tokio::spawn(async move {
-        if let Err(error) = run_input(frontend, Input::Http, engine).await {
-            eprintln!("the frontend ended: {error:#}");
-        }
-    });
-    Ok(())
-}
-
 fn router(settings: &Settings, routing: Routing) -> RouterConfig {
     let mut config = settings.config();
     config.router_replica_sync = true;
@@ -694,10 +671,6 @@ async fn listen(
         });
     }
     Ok(events)
-}
-
-fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
 
 /// The names of all files below `folder`.

@@ -22,14 +22,11 @@ use dynamo_llm::protocols::common::FinishReason;
 use dynamo_llm::protocols::common::llm_backend::LLMEngineOutput;
 use dynamo_llm::types::Annotated;
 use dynamo_llm::worker_type::WorkerType;
+use dynamo_runtime::DistributedRuntime;
 use dynamo_runtime::component::{Endpoint, StartedEndpoint};
-use dynamo_runtime::discovery::EventTransportKind;
-use dynamo_runtime::distributed::{DiscoveryBackend, DistributedConfig, RequestPlaneMode};
 use dynamo_runtime::engine::AsyncEngineContextProvider;
 use dynamo_runtime::pipeline::network::Ingress;
 use dynamo_runtime::pipeline::{AsyncEngine, Error, ManyOut, ResponseStream, SingleIn};
-use dynamo_runtime::storage::kv::Selector;
-use dynamo_runtime::{DistributedRuntime, Runtime};
 use futures::StreamExt;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
@@ -60,18 +57,6 @@ pub(crate) struct Worker {
     events: KvEventPublisher,
     runtime: DistributedRuntime,
     _endpoint: StartedEndpoint,
-}
-
-/// A part of a deployment that has no services besides files of one folder.
-pub(crate) async fn distributed(runtime: &Runtime, folder: &Path) -> Result<DistributedRuntime> {
-    let config = DistributedConfig {
-        discovery_backend: DiscoveryBackend::KvStore(Selector::File(folder.to_owned())),
-        nats_config: None,
-        request_plane: RequestPlaneMode::Tcp,
-        response_plane: None,
-        event_transport_kind: EventTransportKind::Zmq,
-    };
-    DistributedRuntime::new(runtime.clone(), config).await
 }
 
 /// The endpoint of all workers of a role.

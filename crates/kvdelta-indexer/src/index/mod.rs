@@ -1,5 +1,6 @@
 //! Which prefixes every rank holds, per tier.
 
+mod among;
 mod arena;
 mod contents;
 mod naive;
@@ -14,6 +15,7 @@ mod tree;
 #[cfg(test)]
 mod tests;
 
+pub use among::{Among, FoundAmong};
 pub use naive::Naive;
 pub use outcome::{Applied, Held, Overlap, Refused, Sharing, Usage};
 pub use tree::Index;

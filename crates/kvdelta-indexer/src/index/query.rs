@@ -18,6 +18,8 @@ use crate::ids::{EngineHash, Tier, WorkerRank};
 const WALKS: usize = 4;
 /// Groups of 32 holders for which a walk needs no allocation.
 const GROUPS: usize = 16;
+/// Different ends of a group's holders for which it needs none.
+const LEVELS: usize = 16;
 
 impl Index {
     /// What every rank holds of the prompt, in no order. Ranks that hold nothing are left out.
@@ -40,39 +42,17 @@ impl Index {
     pub fn overlaps_into(&self, prompt: &mut Prompt<'_>, all: &mut Vec<Overlap>) {
         all.clear();
         let tree = &self.tree;
-        // Most prompts begin as no other: they need no more than this.
-        let first = prompt.hashed_to(1).first();
-        if first.is_none_or(|first| tree.child(ROOT, 0, *first).is_none()) {
+        if !tree.begins(prompt) {
             return;
         }
         let _pinned = crossbeam_epoch::pin();
-        let done = tree.removals_done.load(Ordering::Acquire);
-        let Some(mut place) = tree.first(prompt) else {
-            return;
-        };
-        let groups = tree.holders_end.load(Ordering::Acquire).div_ceil(32) as usize;
-        let mut walk = Walk::new(groups);
-        while walk.step(tree, &place) {
-            match tree.after(&place, walk.end.walked, prompt) {
-                Some(next) => place = next,
-                None => break,
-            }
-        }
-        walk.finish();
-        fence(Ordering::Acquire);
-        all.reserve(walk.found.len());
         let one_name = tree.other_names.is_empty();
         let mut last = (NONE, EngineHash(0));
-        for (holder, mut end) in walk.found {
+        let found = tree.walk_all(prompt);
+        found.for_each(tree, prompt, |holder, end| {
             let Some(cells) = tree.holders.get(holder) else {
-                continue;
+                return;
             };
-            if cells.removal.load(Ordering::Acquire) > done {
-                match tree.overlap(holder, prompt) {
-                    Some(now) => end = now,
-                    None => continue,
-                }
-            }
             let (of, tier) = cells.of();
             if !one_name || last.0 != end.last {
                 last = (end.last, tree.name(end.last, of));
@@ -83,7 +63,7 @@ impl Index {
                 blocks: end.walked,
                 engine: last.1,
             });
-        }
+        });
     }
 
     /// What one rank holds of the prompt in a tier; `None`: nothing.
@@ -114,10 +94,13 @@ struct Place<'a> {
 
 /// How far a holder came: the blocks that it holds, and which the last one is.
 #[derive(Clone, Copy)]
-struct End {
-    walked: usize,
-    last: u32,
+pub(super) struct End {
+    pub(super) walked: usize,
+    pub(super) last: u32,
 }
+
+/// Those of a group of holders that came equally far.
+type Level = (usize, u32, End);
 
 impl End {
     /// `held` blocks of `node` further.
@@ -138,6 +121,52 @@ const START: End = End {
 };
 
 impl Tree {
+    /// Whether anything begins as the prompt does. Most prompts begin as no other: they need no more than this.
+    pub(super) fn begins(&self, prompt: &mut Prompt<'_>) -> bool {
+        let first = prompt.hashed_to(1).first();
+        first.is_some_and(|first| self.child(ROOT, 0, *first).is_some())
+    }
+
+    /// All holders that hold any of the prompt, and how far they come.
+    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>) -> Found {
+        let done = self.removals_done.load(Ordering::Acquire);
+        let Some(mut place) = self.first(prompt) else {
+            return Found::default();
+        };
+        let groups = self.holders_end.load(Ordering::Acquire).div_ceil(32) as usize;
+        let mut walk = Walk::new(groups);
+        while walk.step(self, &place) {
+            match self.after(&place, walk.end.walked, prompt) {
+                Some(next) => place = next,
+                None => break,
+            }
+        }
+        walk.finish();
+        fence(Ordering::Acquire);
+        let begun = self.removals_begun.load(Ordering::Acquire);
+        Found {
+            levels: walk.found,
+            disturbed_since: (begun > done).then_some(done),
+        }
+    }
+
+    /// `end`, unless the holder was removed from since `done`: then how far it comes now.
+    #[cold]
+    fn undisturbed(
+        &self,
+        holder: u32,
+        done: u64,
+        end: End,
+        prompt: &mut Prompt<'_>,
+    ) -> Option<End> {
+        let removal = self.holders.get(holder)?.removal.load(Ordering::Acquire);
+        if removal > done {
+            self.overlap(holder, prompt)
+        } else {
+            Some(end)
+        }
+    }
+
     fn first(&self, prompt: &mut Prompt<'_>) -> Option<Place<'_>> {
         let first = *prompt.hashed_to(1).first()?;
         self.enter(self.child(ROOT, 0, first)?, 0, prompt)
@@ -216,6 +245,40 @@ impl Tree {
     }
 }
 
+/// What a walk found.
+#[derive(Default)]
+pub(super) struct Found {
+    levels: SmallVec<[Level; LEVELS]>,
+    /// The last removal that was finished before the walk, if there were others before its end.
+    disturbed_since: Option<u64>,
+}
+
+impl Found {
+    /// Tells each holder, and how far it comes.
+    #[inline]
+    pub(super) fn for_each(
+        self,
+        tree: &Tree,
+        prompt: &mut Prompt<'_>,
+        mut tell: impl FnMut(u32, End),
+    ) {
+        for (group, mut holders, end) in self.levels {
+            let first = u32::try_from(group * 32).unwrap_or(NONE);
+            while holders != 0 {
+                let holder = first + holders.trailing_zeros();
+                holders &= holders - 1;
+                let now = match self.disturbed_since {
+                    None => Some(end),
+                    Some(done) => tree.undisturbed(holder, done, end, prompt),
+                };
+                if let Some(end) = now {
+                    tell(holder, end);
+                }
+            }
+        }
+    }
+}
+
 /// All holders on their way through one prompt.
 struct Walk {
     /// By group: the holders that hold all blocks so far; before the first node, all.
@@ -225,7 +288,7 @@ struct Walk {
     /// By group: those that hold all blocks of the node at hand that the prompt has.
     whole: SmallVec<[u32; GROUPS]>,
     /// Holders that fell behind, and how far they came.
-    found: SmallVec<[(u32, End); 32]>,
+    found: SmallVec<[Level; LEVELS]>,
     /// How far those came that did not.
     end: End,
 }
@@ -299,8 +362,8 @@ impl Walk {
                         && held > 0
                     {
                         *active &= !bit;
-                        self.found
-                            .push((holder, self.end.further(place.node, held)));
+                        let end = self.end.further(place.node, held);
+                        self.found.push((group, bit, end));
                     }
                 }
             }
@@ -310,7 +373,7 @@ impl Walk {
             let behind = *active & !*whole;
             *active &= *whole;
             if self.end.walked > 0 && behind != 0 {
-                report(&mut self.found, group, behind, self.end);
+                self.found.push((group, behind, self.end));
             }
             self.active_groups += usize::from(*active != 0);
         }
@@ -322,17 +385,9 @@ impl Walk {
             return;
         }
         for (group, active) in self.active.iter().enumerate() {
-            report(&mut self.found, group, *active, self.end);
+            if *active != 0 {
+                self.found.push((group, *active, self.end));
+            }
         }
-    }
-}
-
-/// Each holder of `group` whose bit is set came to `end`.
-#[inline]
-fn report(found: &mut SmallVec<[(u32, End); 32]>, group: usize, mut holders: u32, end: End) {
-    let first = u32::try_from(group * 32).unwrap_or(NONE);
-    while holders != 0 {
-        found.push((first + holders.trailing_zeros(), end));
-        holders &= holders - 1;
     }
 }

@@ -222,6 +222,8 @@ impl Tree {
 
     fn begin_removal(&self, writer: &mut Writer, holders: RankHolders) -> u64 {
         writer.removals += 1;
+        self.removals_begun
+            .store(writer.removals, Ordering::Release);
         for holder in holders {
             if let Some(holder) = self.holders.get(holder) {
                 holder.removal.store(writer.removals, Ordering::Release);

@@ -38,6 +38,8 @@ pub(super) type ChildKey = (u32, u32, BlockHash);
 
 /// What readers see.
 pub(super) struct Tree {
+    /// Differs from that of every other index of the process.
+    pub(super) id: u64,
     pub(super) block_size: BlockSize,
     pub(super) nodes: Nodes,
     pub(super) more: Words,
@@ -54,6 +56,10 @@ pub(super) struct Tree {
     pub(super) other_names: papaya::HashMap<(u32, WorkerRank), EngineHash, FxBuildHasher>,
     /// The last removal that is finished; see `Holder::removal`.
     pub(super) removals_done: AtomicU64,
+    /// The last removal that began, set before any holder has its number.
+    pub(super) removals_begun: AtomicU64,
+    /// How often a holder was given to a rank, set when it is.
+    pub(super) holders_given: AtomicU64,
 }
 
 /// The holder of each tier of a rank, or `NONE`.
@@ -163,11 +169,14 @@ fn class(room: u32) -> usize {
 /// Freed nodes are handed to the readers' clock in bundles of this size.
 const RETIRE: usize = 64;
 
+static INDEXES: AtomicU64 = AtomicU64::new(0);
+
 impl Index {
     /// An index of blocks of `block_size` tokens, without workers.
     pub fn new(block_size: BlockSize) -> Self {
         Self {
             tree: Tree {
+                id: INDEXES.fetch_add(1, Ordering::Relaxed),
                 block_size,
                 nodes: Arena::new(),
                 more: Arena::new(),
@@ -179,6 +188,8 @@ impl Index {
                 ranks: papaya::HashMap::default(),
                 other_names: papaya::HashMap::default(),
                 removals_done: AtomicU64::new(0),
+                removals_begun: AtomicU64::new(0),
+                holders_given: AtomicU64::new(0),
             },
             writer: Mutex::new(Writer {
                 meta: Vec::new(),
@@ -492,6 +503,7 @@ impl Writer {
         };
         tree.holders.get(holder)?.set(of, tier);
         tree.holders_end.fetch_max(holder + 1, Ordering::Release);
+        tree.holders_given.fetch_add(1, Ordering::Release);
         Some(holder)
     }
 

@@ -1,0 +1,304 @@
+//! What a choice costs: the terms and their weights.
+
+use std::fmt;
+
+use kvdelta_indexer::WorkerRank;
+
+use crate::candidate::{Candidate, PrefillCandidate};
+use crate::claimable::PromptShape;
+use crate::error::BadSetting;
+
+/// A weight: finite and not negative.
+#[derive(Clone, Copy, Debug, Default, PartialEq, PartialOrd)]
+pub struct Weight(f64);
+
+impl Weight {
+    /// A block for a block.
+    pub const ONE: Self = Self(1.0);
+
+    /// The number.
+    pub const fn get(self) -> f64 {
+        self.0
+    }
+}
+
+impl TryFrom<f64> for Weight {
+    type Error = BadSetting;
+
+    fn try_from(weight: f64) -> Result<Self, BadSetting> {
+        let is_good = weight.is_finite() && weight >= 0.0;
+        // Not -0.0, which prints as such.
+        is_good
+            .then_some(Self(weight.abs()))
+            .ok_or(BadSetting::Weight(weight))
+    }
+}
+
+/// A rate: finite and above 0.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+pub struct Rate(f64);
+
+impl Rate {
+    /// The number.
+    pub const fn get(self) -> f64 {
+        self.0
+    }
+}
+
+impl TryFrom<f64> for Rate {
+    type Error = BadSetting;
+
+    fn try_from(rate: f64) -> Result<Self, BadSetting> {
+        let is_good = rate.is_finite() && rate > 0.0;
+        is_good.then_some(Self(rate)).ok_or(BadSetting::Rate(rate))
+    }
+}
+
+/// A share of a whole: from 0 to 1.
+#[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
+pub struct Share(f64);
+
+impl Share {
+    /// That much of `whole`.
+    pub fn of(self, whole: usize) -> f64 {
+        self.0 * whole as f64
+    }
+}
+
+impl TryFrom<f64> for Share {
+    type Error = BadSetting;
+
+    fn try_from(share: f64) -> Result<Self, BadSetting> {
+        let is_good = (0.0..=1.0).contains(&share);
+        is_good
+            .then_some(Self(share))
+            .ok_or(BadSetting::Share(share))
+    }
+}
+
+/// A count as a number, by the short way that a processor has for those of 32 bits.
+#[inline]
+fn number(count: usize) -> f64 {
+    u32::try_from(count).map_or(count as f64, f64::from)
+}
+
+/// How a cost in blocks weighs overlap against load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// `max(0, load - weight x overlap)`: Dynamo's own (`dynamo-kv-router`,
+    /// `src/scheduling/selector/reference.rs`).
+    ///
+    /// Candidates whose weighted overlap outweighs their load all cost 0.
+    Subtracted,
+    /// `load + weight x missing`, as the patch series has it since phase 1.
+    ///
+    /// Up to weight 1 the order is that of `Subtracted`, since a load with the request counts all blocks of
+    /// the prompt and nothing is cut at 0. Above it the order is kept where `Subtracted` cuts.
+    Missing,
+}
+
+/// A cost in blocks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlockCost {
+    /// Which formula.
+    pub form: Form,
+    /// Blocks of load that one block of overlap is worth; 0: load alone decides.
+    pub weight: Weight,
+}
+
+impl BlockCost {
+    /// What a load, an overlap and a prompt of these blocks cost, in blocks.
+    #[inline]
+    pub fn of(self, load: usize, cached: usize, prompt: usize) -> f64 {
+        let weight = self.weight.get();
+        let overlap = weight * number(cached);
+        // The order of the operations is that of Dynamo's scorers: it rounds alike, so equal stays equal.
+        let before = match self.form {
+            Form::Subtracted => number(load),
+            Form::Missing => number(load) + weight * number(prompt),
+        };
+        (before - overlap).max(0.0)
+    }
+}
+
+/// Blocks of load in a cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadTerm {
+    /// Blocks with this request booked.
+    pub blocks: usize,
+    /// Whether that is known of this rank; else it is assumed, see [`Candidate::load`].
+    pub is_known: bool,
+}
+
+impl LoadTerm {
+    pub(crate) const fn known(blocks: usize) -> Self {
+        let is_known = true;
+        Self { blocks, is_known }
+    }
+
+    pub(crate) const fn assumed(blocks: usize) -> Self {
+        let is_known = false;
+        Self { blocks, is_known }
+    }
+}
+
+impl fmt::Display for LoadTerm {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}", self.blocks)?;
+        let assumed = if self.is_known { "" } else { " (assumed)" };
+        write!(out, "{assumed}")
+    }
+}
+
+/// What a cost in blocks is made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlockTerms {
+    /// Formula and weight.
+    pub by: BlockCost,
+    /// Load.
+    pub load: LoadTerm,
+    /// Blocks of the prompt that are cached there.
+    pub cached_blocks: usize,
+    /// All blocks of the prompt, the last one begun among them.
+    pub prompt_blocks: usize,
+}
+
+impl BlockTerms {
+    /// Blocks.
+    pub fn cost(&self) -> f64 {
+        let load = self.load.blocks;
+        self.by.of(load, self.cached_blocks, self.prompt_blocks)
+    }
+}
+
+impl fmt::Display for BlockTerms {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (cost, weight, load) = (self.cost(), self.by.weight.get(), self.load);
+        let (cached, all) = (self.cached_blocks, self.prompt_blocks);
+        let missing = all.saturating_sub(cached);
+        match self.by.form {
+            Form::Subtracted => write!(
+                out,
+                "{cost} = max(0, load {load} - {weight} x {cached} of {all} cached)"
+            ),
+            Form::Missing => write!(
+                out,
+                "{cost} = load {load} + {weight} x {missing} of {all} missing"
+            ),
+        }
+    }
+}
+
+/// Rates that turn the terms of a pair into milliseconds. Configured; nothing is measured here.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PairCost {
+    /// Prompt tokens that a prefill worker computes in a millisecond.
+    pub prefill_tokens_per_ms: Rate,
+    /// Bytes that a block takes on the link, over all layers and ranks of tensor parallelism.
+    pub block_bytes: u64,
+    /// What a block of decode load costs each token of the request, over its output: milliseconds. 0: decode
+    /// load does not count.
+    pub decode_ms_per_block: Weight,
+}
+
+impl PairCost {
+    pub(crate) fn terms(
+        &self,
+        (prefill, queued): (&PrefillCandidate, QueueTerm),
+        (decode, load): (&Candidate, LoadTerm),
+        link_bytes_per_ms: Rate,
+        shape: PromptShape,
+    ) -> PairTerms {
+        let uncached = prefill.uncached_tokens(shape);
+        let tokens = queued.tokens as f64 + uncached as f64;
+        let missing = decode.missing_blocks(shape);
+        let bytes = missing as f64 * self.block_bytes as f64;
+        PairTerms {
+            prefill: prefill.of,
+            queued,
+            uncached_tokens: uncached,
+            missing_blocks: missing,
+            cached_blocks: decode.cached_blocks,
+            load,
+            prefill_ms: tokens / self.prefill_tokens_per_ms.get(),
+            transfer_ms: bytes / link_bytes_per_ms.get(),
+            decode_ms: load.blocks as f64 * self.decode_ms_per_block.get(),
+        }
+    }
+}
+
+/// Tokens that wait at a prefill worker, in a cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueTerm {
+    /// Prompt tokens of other requests.
+    pub tokens: usize,
+    /// Whether that is known of this rank; else it is assumed, see [`PrefillCandidate::queued_tokens`].
+    pub is_known: bool,
+}
+
+impl QueueTerm {
+    pub(crate) const fn known(tokens: usize) -> Self {
+        let is_known = true;
+        Self { tokens, is_known }
+    }
+
+    pub(crate) const fn assumed(tokens: usize) -> Self {
+        let is_known = false;
+        Self { tokens, is_known }
+    }
+}
+
+/// What the cost of a pair is made of.
+///
+/// The three add up though prefill and transfer of different layers may run at once: it is an upper bound
+/// for every pair alike.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PairTerms {
+    /// The prefill worker.
+    pub prefill: WorkerRank,
+    /// What waits at the prefill worker.
+    pub queued: QueueTerm,
+    /// Tokens of this prompt that the prefill worker computes.
+    pub uncached_tokens: usize,
+    /// Blocks that travel.
+    pub missing_blocks: usize,
+    /// Blocks that the decode worker has.
+    pub cached_blocks: usize,
+    /// Load of the decode worker.
+    pub load: LoadTerm,
+    /// Milliseconds until the prefill worker is done.
+    pub prefill_ms: f64,
+    /// Milliseconds on the link.
+    pub transfer_ms: f64,
+    /// Milliseconds that the decode worker's load costs.
+    pub decode_ms: f64,
+}
+
+impl PairTerms {
+    /// Milliseconds.
+    pub fn cost(&self) -> f64 {
+        self.prefill_ms + self.transfer_ms + self.decode_ms
+    }
+}
+
+impl fmt::Display for PairTerms {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let queued = self.queued;
+        let assumed = if queued.is_known { "" } else { " (assumed)" };
+        write!(
+            out,
+            "prefill on {}: {:.3} ms = prefill {:.3} ({}{assumed} + {} tokens) + transfer {:.3} ({} \
+             blocks, {} cached) + decode {:.3} (load {})",
+            self.prefill,
+            self.cost(),
+            self.prefill_ms,
+            queued.tokens,
+            self.uncached_tokens,
+            self.transfer_ms,
+            self.missing_blocks,
+            self.cached_blocks,
+            self.decode_ms,
+            self.load,
+        )
+    }
+}

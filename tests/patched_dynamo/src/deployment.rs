@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Parts of a deployment that runs in this process.
+
+use std::net::TcpListener;
+use std::path::Path;
+
+use anyhow::Result;
+use dynamo_llm::entrypoint::input::{Input, run_input};
+use dynamo_llm::entrypoint::{EngineConfig, RouterConfig};
+use dynamo_llm::local_model::LocalModelBuilder;
+use dynamo_runtime::discovery::EventTransportKind;
+use dynamo_runtime::distributed::{DiscoveryBackend, DistributedConfig, RequestPlaneMode};
+use dynamo_runtime::storage::kv::Selector;
+use dynamo_runtime::{DistributedRuntime, Runtime};
+
+/// A part of a deployment that has no services besides files of one folder.
+pub async fn distributed(runtime: &Runtime, folder: &Path) -> Result<DistributedRuntime> {
+    let config = DistributedConfig {
+        discovery_backend: DiscoveryBackend::KvStore(Selector::File(folder.to_owned())),
+        nats_config: None,
+        request_plane: RequestPlaneMode::Tcp,
+        response_plane: None,
+        event_transport_kind: EventTransportKind::Zmq,
+    };
+    DistributedRuntime::new(runtime.clone(), config).await
+}
+
+/// Starts Dynamo's whole frontend in the background, on `port` of this machine.
+///
+/// A request may go on with another worker `migrations` times; `None` is Dynamo's default.
+pub async fn serve(
+    frontend: DistributedRuntime,
+    router: RouterConfig,
+    migrations: Option<u32>,
+    port: u16,
+) -> Result<()> {
+    let model = LocalModelBuilder::default()
+        .http_host(Some("127.0.0.1".to_owned()))
+        .http_port(port)
+        .router_config(Some(router))
+        .migration_limit(migrations)
+        .build()
+        .await?;
+    let engine = EngineConfig::Dynamic {
+        model: Box::new(model),
+        chat_engine_factory: None,
+        prefill_load_estimator: None,
+    };
+    tokio::spawn(async move {
+        if let Err(error) = run_input(frontend, Input::Http, engine).await {
+            eprintln!("the frontend ended: {error:#}");
+        }
+    });
+    Ok(())
+}
+
+/// A port that nobody listened on a moment ago.
+pub fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! What a worker does with a request, as a test tells it.
+
+use std::fmt;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use dynamo_runtime::error::ErrorClass;
+use tokio::sync::watch;
+
+use super::run::LIMIT;
+
+/// A gate at which workers wait until a test opens it, once for all.
+#[derive(Clone)]
+pub(crate) struct Gate {
+    open: Arc<watch::Sender<bool>>,
+    reached: Arc<watch::Sender<usize>>,
+}
+
+impl fmt::Debug for Gate {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Gate(open: {})", *self.open.borrow())
+    }
+}
+
+impl Gate {
+    /// A closed gate.
+    pub(crate) fn closed() -> Self {
+        Self {
+            open: Arc::new(watch::Sender::new(false)),
+            reached: Arc::new(watch::Sender::new(0)),
+        }
+    }
+
+    /// Lets all through, also those that come later.
+    pub(crate) fn open(&self) {
+        self.open.send_replace(true);
+    }
+
+    /// Waits until as many requests as said have come to the gate, opened or not.
+    pub(crate) async fn reached_by(&self, requests: usize) -> Result<()> {
+        let mut reached = self.reached.subscribe();
+        tokio::time::timeout(LIMIT, reached.wait_for(|reached| *reached >= requests))
+            .await
+            .with_context(|| {
+                format!("{} of {requests} came to a gate", *self.reached.borrow())
+            })??;
+        Ok(())
+    }
+
+    pub(super) async fn pass(&self) {
+        self.reached.send_modify(|reached| *reached += 1);
+        // The sender lives as long as `self`.
+        let _ = self.open.subscribe().wait_for(|open| *open).await;
+    }
+}
+
+/// A step of a worker.
+#[derive(Clone, Debug)]
+pub(crate) enum Step {
+    /// The answer begins; what comes before happens while the router waits for that.
+    Begin,
+    /// Waits at a gate. A request whose client is gone ends here.
+    Wait(Gate),
+    /// Sends one token.
+    Token,
+    /// Sends the last output: a prefill worker its handover, a decode worker a token.
+    Finish,
+    /// Refuses, before or after the beginning.
+    Refuse(ErrorClass),
+    /// The worker dies, with all that it runs.
+    Die,
+}
+
+/// The steps for one request. A script without an end leaves the answer without one.
+#[derive(Clone, Debug)]
+pub(crate) struct Script(pub(super) Vec<Step>);
+
+impl Script {
+    /// As given.
+    pub(crate) fn new(steps: impl Into<Vec<Step>>) -> Self {
+        Self(steps.into())
+    }
+
+    /// Answers at once.
+    pub(crate) fn answer() -> Self {
+        Self::new([Step::Begin, Step::Token, Step::Finish])
+    }
+
+    /// Begins, and ends when the gate is opened.
+    pub(crate) fn slow(gate: &Gate) -> Self {
+        Self::new([Step::Begin, Step::Wait(gate.clone()), Step::Finish])
+    }
+
+    /// Sends a token, and ends when the gate is opened.
+    pub(crate) fn slow_after_a_token(gate: &Gate) -> Self {
+        Self::new([
+            Step::Begin,
+            Step::Token,
+            Step::Wait(gate.clone()),
+            Step::Finish,
+        ])
+    }
+
+    /// Refuses before the answer begins.
+    pub(crate) fn refuse(class: ErrorClass) -> Self {
+        Self::new([Step::Refuse(class)])
+    }
+
+    /// Refuses after the answer began.
+    pub(crate) fn refuse_late(class: ErrorClass) -> Self {
+        Self::new([Step::Begin, Step::Refuse(class)])
+    }
+}

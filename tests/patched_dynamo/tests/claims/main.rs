@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! Claims on a mock fleet: Dynamo's whole frontend, patched, over its own planes, with workers that
+//! do what a test tells them and no engine. `cargo xtask test --only "mock fleet"` runs it.
+
+#![cfg(kvdelta_patched)]
+
+mod fleet;
+mod parts;
