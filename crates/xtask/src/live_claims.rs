@@ -313,9 +313,14 @@ impl Live {
             "the prefill engine recorded {line:?}"
         );
         let homes = self.decoded_by()?;
-        let &[(decode, _)] = homes.as_slice() else {
-            bail!("the decode engines recorded (worker, tokens) {homes:?}");
+        let [(decode, decoded)] = homes.as_slice() else {
+            bail!("the decode engines recorded (worker, line) {homes:?}");
         };
+        let decode = *decode;
+        ensure!(
+            decoded.own_hashes == line.own_hashes,
+            "the engines do not hash alike: {line:?}, {decoded:?}"
+        );
         self.check_claim(line, blocks, decode)?;
         tokio::time::sleep(EVENTS_ARRIVE).await;
         Ok(Seen { decode, answer })
@@ -336,8 +341,8 @@ impl Live {
         Ok(answer.tokens)
     }
 
-    /// Which decode workers had requests since the last call, with their tokens; none may carry a claim.
-    fn decoded_by(&mut self) -> Result<Vec<(usize, usize)>> {
+    /// The requests that decode workers had since the last call; none may carry a claim.
+    fn decoded_by(&mut self) -> Result<Vec<(usize, Line)>> {
         let mut homes = Vec::new();
         for (index, records) in self.decode.iter_mut().enumerate() {
             for line in records.new_lines()? {
@@ -345,7 +350,7 @@ impl Live {
                     !line.is_prefill && line.claim.is_none(),
                     "decode engine {index} recorded {line:?}"
                 );
-                homes.push((index, line.prompt_tokens));
+                homes.push((index, line));
             }
         }
         Ok(homes)
@@ -388,7 +393,7 @@ impl Live {
         tokio::time::sleep(EVENTS_ARRIVE).await;
         let home = |prompt: &Vec<u32>| {
             let mut homes = homes.iter();
-            let home = homes.find(|(_, tokens)| *tokens == prompt.len());
+            let home = homes.find(|(_, line)| line.prompt_tokens == prompt.len());
             Ok(home.context("no decode worker had a prompt")?.0)
         };
         prompts.iter().map(home).collect()
