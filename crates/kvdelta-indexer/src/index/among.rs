@@ -129,18 +129,19 @@ impl Index {
         among.clear();
         // While it stands, what the walk found is not used for anything else.
         let _pinned = crossbeam_epoch::pin();
-        let found = tree.walk_all(prompt);
-        among.look_up(tree);
-        found.for_each(tree, prompt, |holder, end| {
-            let place = among.place_of_holder.get(holder as usize);
-            if let Some(place) = place
-                && let Some(blocks) = among.blocks.get_mut(*place as usize)
-                && let Some(last) = among.last.get_mut(*place as usize)
-            {
-                *blocks = end.walked;
-                *last = end.last;
-            }
-        });
+        if let Some(found) = tree.walk_all(prompt) {
+            among.look_up(tree);
+            found.for_each(tree, prompt, |holder, end| {
+                let place = among.place_of_holder.get(holder as usize);
+                if let Some(place) = place
+                    && let Some(blocks) = among.blocks.get_mut(*place as usize)
+                    && let Some(last) = among.last.get_mut(*place as usize)
+                {
+                    *blocks = end.walked;
+                    *last = end.last;
+                }
+            });
+        }
         ask(FoundAmong { index: self, among })
     }
 }

@@ -19,7 +19,7 @@ const WALKS: usize = 4;
 /// Groups of 32 holders for which a walk needs no allocation.
 const GROUPS: usize = 16;
 /// Different ends of a group's holders for which it needs none.
-const LEVELS: usize = 16;
+const LEVELS: usize = 8;
 
 impl Index {
     /// What every rank holds of the prompt, in no order. Ranks that hold nothing are left out.
@@ -42,13 +42,12 @@ impl Index {
     pub fn overlaps_into(&self, prompt: &mut Prompt<'_>, all: &mut Vec<Overlap>) {
         all.clear();
         let tree = &self.tree;
-        if !tree.begins(prompt) {
-            return;
-        }
         let _pinned = crossbeam_epoch::pin();
+        let Some(found) = tree.walk_all(prompt) else {
+            return;
+        };
         let one_name = tree.other_names.is_empty();
         let mut last = (NONE, EngineHash(0));
-        let found = tree.walk_all(prompt);
         found.for_each(tree, prompt, |holder, end| {
             let Some(cells) = tree.holders.get(holder) else {
                 return;
@@ -93,14 +92,27 @@ struct Place<'a> {
 }
 
 /// How far a holder came: the blocks that it holds, and which the last one is.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct End {
     pub(super) walked: usize,
     pub(super) last: u32,
 }
 
 /// Those of a group of holders that came equally far.
-type Level = (usize, u32, End);
+struct Level {
+    group: u32,
+    holders: u32,
+    end: End,
+}
+
+/// A group of holders on its way.
+#[derive(Clone, Copy)]
+struct Group {
+    /// Those that hold all blocks so far; before the first node, all.
+    active: u32,
+    /// Those that hold all blocks of the node at hand that the prompt has.
+    whole: u32,
+}
 
 impl End {
     /// `held` blocks of `node` further.
@@ -121,18 +133,11 @@ const START: End = End {
 };
 
 impl Tree {
-    /// Whether anything begins as the prompt does. Most prompts begin as no other: they need no more than this.
-    pub(super) fn begins(&self, prompt: &mut Prompt<'_>) -> bool {
-        let first = prompt.hashed_to(1).first();
-        first.is_some_and(|first| self.child(ROOT, 0, *first).is_some())
-    }
-
-    /// All holders that hold any of the prompt, and how far they come.
-    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>) -> Found {
+    /// All holders that hold any of the prompt, and how far they come; `None`: nothing begins as it does, which
+    /// is so of most prompts.
+    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>) -> Option<Found> {
         let done = self.removals_done.load(Ordering::Acquire);
-        let Some(mut place) = self.first(prompt) else {
-            return Found::default();
-        };
+        let mut place = self.first(prompt)?;
         let groups = self.holders_end.load(Ordering::Acquire).div_ceil(32) as usize;
         let mut walk = Walk::new(groups);
         while walk.step(self, &place) {
@@ -144,10 +149,10 @@ impl Tree {
         walk.finish();
         fence(Ordering::Acquire);
         let begun = self.removals_begun.load(Ordering::Acquire);
-        Found {
+        Some(Found {
             levels: walk.found,
             disturbed_since: (begun > done).then_some(done),
-        }
+        })
     }
 
     /// `end`, unless the holder was removed from since `done`: then how far it comes now.
@@ -246,7 +251,6 @@ impl Tree {
 }
 
 /// What a walk found.
-#[derive(Default)]
 pub(super) struct Found {
     levels: SmallVec<[Level; LEVELS]>,
     /// The last removal that was finished before the walk, if there were others before its end.
@@ -262,8 +266,13 @@ impl Found {
         prompt: &mut Prompt<'_>,
         mut tell: impl FnMut(u32, End),
     ) {
-        for (group, mut holders, end) in self.levels {
-            let first = u32::try_from(group * 32).unwrap_or(NONE);
+        for Level {
+            group,
+            mut holders,
+            end,
+        } in self.levels
+        {
+            let first = group.saturating_mul(32);
             while holders != 0 {
                 let holder = first + holders.trailing_zeros();
                 holders &= holders - 1;
@@ -281,12 +290,9 @@ impl Found {
 
 /// All holders on their way through one prompt.
 struct Walk {
-    /// By group: the holders that hold all blocks so far; before the first node, all.
-    active: SmallVec<[u32; GROUPS]>,
-    /// Groups with such holders.
+    groups: SmallVec<[Group; GROUPS]>,
+    /// Groups with active holders.
     active_groups: usize,
-    /// By group: those that hold all blocks of the node at hand that the prompt has.
-    whole: SmallVec<[u32; GROUPS]>,
     /// Holders that fell behind, and how far they came.
     found: SmallVec<[Level; LEVELS]>,
     /// How far those came that did not.
@@ -295,10 +301,13 @@ struct Walk {
 
 impl Walk {
     fn new(groups: usize) -> Self {
+        let group = Group {
+            active: u32::MAX,
+            whole: 0,
+        };
         Self {
-            active: smallvec![u32::MAX; groups],
+            groups: smallvec![group; groups],
             active_groups: groups,
-            whole: smallvec![0; groups],
             found: SmallVec::new(),
             end: START,
         }
@@ -320,7 +329,7 @@ impl Walk {
         let mut left = self.active_groups;
         for cell in node.cells(&tree.more) {
             if let Word::Whole { group, holders } = Word::unpack(cell.load(Ordering::Acquire))
-                && let Some(active) = self.active.get(group as usize)
+                && let Some(Group { active, .. }) = self.groups.get(group as usize)
                 && *active != 0
             {
                 if active & !holders != 0 {
@@ -338,44 +347,44 @@ impl Walk {
     #[inline(never)]
     fn some_hold_it(&mut self, tree: &Tree, place: &Place<'_>) -> bool {
         let need = low_bits(place.same);
-        self.whole.fill(0);
+        let groups = self.groups.as_mut_slice();
+        for group in &mut *groups {
+            group.whole = 0;
+        }
         for cell in place.node.cells(&tree.more) {
             match Word::unpack(cell.load(Ordering::Acquire)) {
                 Word::Free => {}
                 Word::Whole { group, holders } => {
-                    if let Some(whole) = self.whole.get_mut(group as usize) {
-                        *whole |= holders;
+                    if let Some(group) = groups.get_mut(group as usize) {
+                        group.whole |= holders;
                     }
                 }
                 Word::Part { holder, blocks } => {
-                    let (group, bit) = (holder as usize / 32, 1 << (holder % 32));
-                    let Some(whole) = self.whole.get_mut(group) else {
+                    let (number, bit) = (holder / 32, 1 << (holder % 32));
+                    let Some(group) = groups.get_mut(number as usize) else {
                         continue;
                     };
                     if blocks & need == need {
-                        *whole |= bit;
+                        group.whole |= bit;
                         continue;
                     }
                     let held = blocks.trailing_ones();
-                    if let Some(active) = self.active.get_mut(group)
-                        && *active & bit != 0
-                        && held > 0
-                    {
-                        *active &= !bit;
+                    if group.active & bit != 0 && held > 0 {
+                        group.active &= !bit;
                         let end = self.end.further(place.node, held);
-                        self.found.push((group, bit, end));
+                        report(&mut self.found, number, bit, end);
                     }
                 }
             }
         }
         self.active_groups = 0;
-        for (group, (active, whole)) in self.active.iter_mut().zip(&self.whole).enumerate() {
-            let behind = *active & !*whole;
-            *active &= *whole;
+        for (group, number) in groups.iter_mut().zip(0..) {
+            let behind = group.active & !group.whole;
+            group.active &= group.whole;
             if self.end.walked > 0 && behind != 0 {
-                self.found.push((group, behind, self.end));
+                report(&mut self.found, number, behind, self.end);
             }
-            self.active_groups += usize::from(*active != 0);
+            self.active_groups += usize::from(group.active != 0);
         }
         self.active_groups > 0
     }
@@ -384,10 +393,23 @@ impl Walk {
         if self.end.walked == 0 {
             return;
         }
-        for (group, active) in self.active.iter().enumerate() {
-            if *active != 0 {
-                self.found.push((group, *active, self.end));
+        for (group, number) in self.groups.iter().zip(0..) {
+            if group.active != 0 {
+                report(&mut self.found, number, group.active, self.end);
             }
         }
+    }
+}
+
+/// The `holders` of a group came to `end`. Those that leave a node alike mostly stand in a row there.
+#[inline]
+fn report(found: &mut SmallVec<[Level; LEVELS]>, group: u32, holders: u32, end: End) {
+    match found.last_mut() {
+        Some(last) if last.group == group && last.end == end => last.holders |= holders,
+        _ => found.push(Level {
+            group,
+            holders,
+            end,
+        }),
     }
 }
