@@ -14,8 +14,8 @@ use dynamo_kv_router::scheduling::overlap::{OverlapAnalysis, OverlapScoresRespon
 use dynamo_kv_router::{ConcurrentRadixTreeCompressed, KvRouterConfig};
 use kvdelta_indexer::{Among, FoundAmong, Index, Millis, Prompt, PromptOf, TrustBook, WorkerRank};
 use kvdelta_overlap::{
-    Answer, Asked, BlockCost, Candidate, Claimable, Fleet, Form, Load, NoChoice, PromptShape,
-    Query, Weight,
+    Answer, Asked, BlockCost, Cached, Candidate, Claimable, Fleet, Form, Load, NoChoice,
+    PromptShape, Query, Weight, claimable,
 };
 use serde::Serialize;
 
@@ -71,10 +71,10 @@ pub struct Row {
     pub peers_hashing: Spread,
     /// Ours of all tokens.
     pub our_hashing: Spread,
-    /// Tokens to what each worker holds.
-    pub overlaps: Spread,
-    /// Tokens to a claim.
+    /// Tokens to the claim of a worker that holds most.
     pub claim: Spread,
+    /// Tokens to the choice by load and overlap, and its claim.
+    pub choice: Spread,
     /// Dynamo's scores from tokens.
     pub scores: Spread,
     /// Claim by Dynamo's hashing, round by round.
@@ -83,6 +83,10 @@ pub struct Row {
     pub of_our_hashing: Spread,
     /// Claim by Dynamo's scores, round by round.
     pub of_scores: Spread,
+    /// Choice by Dynamo's hashing, round by round.
+    pub choice_of_peers_hashing: Spread,
+    /// Choice by Dynamo's scores, round by round.
+    pub choice_of_scores: Spread,
 }
 
 /// What kvdelta asks.
@@ -117,7 +121,7 @@ impl Ours {
         }
     }
 
-    /// The choice among workers of equal load, which is one that holds most, and the claim.
+    /// The choice, by a weight so large that it is one of those that hold most, and the claim.
     fn answer(&self, tokens: &[u32], fleet: &mut Fleet) -> Result<Answer, NoChoice> {
         let mut prompt = Prompt::new(tokens, size(), PromptOf::default());
         let asked = Asked {
@@ -127,17 +131,29 @@ impl Ours {
         };
         let cost = BlockCost {
             form: Form::Missing,
-            weight: Weight::try_from(1.0).expect("is finite"),
+            weight: Weight::try_from(1e3).expect("is finite"),
         };
         self.query().choose(&mut prompt, fleet, cost, asked, NOW)
     }
 
-    /// The most blocks that a worker holds, once those of all are there.
-    fn held(&self, tokens: &[u32], among: &mut Among) -> Option<usize> {
+    /// The claim of a worker that holds most of `tokens`.
+    fn claim(&self, tokens: &[u32], list: &mut List) -> Option<Claimable> {
+        let shape = shape(tokens);
         let mut prompt = Prompt::new(tokens, size(), PromptOf::default());
-        prompt.within(shape(tokens).most_blocks(), |prompt| {
-            let most = |found: FoundAmong<'_>| found.blocks().iter().max().copied();
-            self.index.overlaps_among(prompt, among, most)
+        let List { ranks, among } = list;
+        let of_most = |found: FoundAmong<'_>| {
+            let places = found.blocks().iter().enumerate();
+            let (place, blocks) = places.max_by_key(|(_, blocks)| **blocks)?;
+            let cached = Cached {
+                of: *ranks.get(place)?,
+                blocks: *blocks,
+                last: found.engine(place),
+            };
+            let standing = self.book.standing(cached.of, NOW);
+            claimable(cached, standing, shape).ok()
+        };
+        prompt.within(shape.most_blocks(), |prompt| {
+            self.index.overlaps_among(prompt, among, of_most)
         })
     }
 
@@ -151,10 +167,34 @@ impl Ours {
     }
 }
 
-/// All workers, none of them known to be full.
+/// All workers, to ask what they hold.
+struct List {
+    ranks: Vec<WorkerRank>,
+    among: Among,
+}
+
+impl List {
+    fn new() -> Self {
+        let ranks = (0..WORKERS).map(|worker| WorkerRank::new(worker_id(worker), 0));
+        let mut list = Self {
+            ranks: ranks.collect(),
+            among: Among::default(),
+        };
+        for of in &list.ranks {
+            list.among.put(*of);
+        }
+        list
+    }
+}
+
+/// All workers, each with a load of its own.
 fn fleet() -> Fleet {
-    let ranks = (0..WORKERS).map(|worker| WorkerRank::new(worker_id(worker), 0));
-    Fleet::new(ranks.map(|of| Candidate::new(of).with_load(Load::new(1_000))))
+    let candidates = (0..WORKERS).map(|worker| {
+        let of = WorkerRank::new(worker_id(worker), 0);
+        // 37 and 64 have no common divisor, so no order of the loads is that of the workers.
+        Candidate::new(of).with_load(Load::new(1_000 + worker * 37 % WORKERS))
+    });
+    Fleet::new(candidates)
 }
 
 fn shape(tokens: &[u32]) -> PromptShape {
@@ -234,8 +274,8 @@ struct Case {
     expected: Vec<Overlaps>,
     peers_hashing: Vec<f64>,
     our_hashing: Vec<f64>,
-    overlaps: Vec<f64>,
     claim: Vec<f64>,
+    choice: Vec<f64>,
     scores: Vec<f64>,
 }
 
@@ -286,8 +326,8 @@ fn cases(prompts: &[(usize, usize)]) -> Vec<Case> {
             expected: Vec::new(),
             peers_hashing: Vec::new(),
             our_hashing: Vec::new(),
-            overlaps: Vec::new(),
             claim: Vec::new(),
+            choice: Vec::new(),
             scores: Vec::new(),
         })
     });
@@ -305,7 +345,7 @@ impl Case {
 
     /// Every answer is the oracle's, and the claim is of a worker that holds most.
     fn check(&self, ours: &Ours, upstream: &Upstream) -> Result<()> {
-        let mut fleet = fleet();
+        let (mut fleet, mut list) = (fleet(), List::new());
         for (prompt, expected) in self.prompts.iter().zip(&self.expected) {
             let scores = upstream.scores(prompt).workers;
             ensure!(scores.len() == WORKERS, "get_overlap_scores: {scores:?}");
@@ -331,34 +371,31 @@ impl Case {
                 self.said()
             );
             let answer = ours.answer(prompt, &mut fleet)?;
-            let claim = answer.claim.ok();
-            ensure!(
-                is_best(prompt, &bounded, claim),
-                "{}: {claim:?} is no claim of the best of {bounded:?}",
-                self.said()
-            );
+            for claim in [ours.claim(prompt, &mut list), answer.claim.ok()] {
+                ensure!(
+                    is_best(prompt, &bounded, claim),
+                    "{}: {claim:?} is no claim of the best of {bounded:?}",
+                    self.said()
+                );
+            }
         }
         Ok(())
     }
 
     fn round(&mut self, turn: Duration, round: usize, ours: &Ours, upstream: &Upstream) {
         let prompts = &self.prompts;
-        let mut fleet = fleet();
-        let mut among = Among::default();
-        for candidate in fleet.candidates() {
-            among.put(candidate.of);
-        }
+        let (mut fleet, mut list) = (fleet(), List::new());
         for place in 0..5 {
             match (round + place) % 5 {
                 0 => self.peers_hashing.push(asked(turn, prompts, peers_hashes)),
                 1 => self.our_hashing.push(asked(turn, prompts, hashes)),
                 2 => {
-                    let overlaps = |prompt: &[u32]| ours.held(prompt, &mut among);
-                    self.overlaps.push(asked(turn, prompts, overlaps));
+                    let claim = |prompt: &[u32]| ours.claim(prompt, &mut list);
+                    self.claim.push(asked(turn, prompts, claim));
                 }
                 3 => {
                     let answer = |prompt: &[u32]| ours.answer(prompt, &mut fleet);
-                    self.claim.push(asked(turn, prompts, answer));
+                    self.choice.push(asked(turn, prompts, answer));
                 }
                 _ => self
                     .scores
@@ -377,12 +414,14 @@ impl Case {
             claimed: best.unwrap_or(0).min(shape(prompt).most_blocks()),
             peers_hashing: Spread::of(&self.peers_hashing),
             our_hashing: Spread::of(&self.our_hashing),
-            overlaps: Spread::of(&self.overlaps),
             claim: Spread::of(&self.claim),
+            choice: Spread::of(&self.choice),
             scores: Spread::of(&self.scores),
             of_peers_hashing: Spread::of_ratios(&self.claim, &self.peers_hashing),
             of_our_hashing: Spread::of_ratios(&self.claim, &self.our_hashing),
             of_scores: Spread::of_ratios(&self.claim, &self.scores),
+            choice_of_peers_hashing: Spread::of_ratios(&self.choice, &self.peers_hashing),
+            choice_of_scores: Spread::of_ratios(&self.choice, &self.scores),
         }
     }
 }
@@ -407,52 +446,71 @@ impl Report {
         Page {
             command: "bench query",
             machine: &self.machine,
-            tables: vec![self.table()],
+            tables: vec![self.times(), self.ratios()],
             left_out: &self.left_out,
         }
     }
 
-    fn table(&self) -> Table {
+    fn times(&self) -> Table {
         let rows = self.rows.iter().map(|row| {
-            let verdict = |ratio: Spread, goal| page::at_most(ratio.median, goal, self.judged);
             vec![
                 grouped(row.tokens),
                 row.depth.name().to_owned(),
                 grouped(row.claimed),
                 micros(row.peers_hashing),
                 micros(row.our_hashing),
-                micros(row.overlaps),
                 micros(row.claim),
+                micros(row.choice),
                 micros(row.scores),
-                ratio_of(row.of_peers_hashing),
-                verdict(row.of_peers_hashing, OF_HASHING),
-                ratio_of(row.of_our_hashing),
-                verdict(row.of_our_hashing, OF_HASHING),
-                ratio_of(row.of_scores),
-                verdict(row.of_scores, OF_UPSTREAM),
             ]
         });
         Table {
-            title: "Query: tokens to a claim, 64 workers, microseconds",
-            note: "*Hashing* is that of the whole prompt alone, Dynamo's and ours. *Overlaps* is ours from \
-                   tokens to what each worker holds, *claim* from tokens to the chosen worker and its \
-                   claim, *scores* Dynamo's from tokens to the response. Ratios are those of the claim in \
-                   the same round.",
+            title: "Tokens to a claim, 64 workers, microseconds",
+            note: "*Hashing* is that of the whole prompt alone. *Claim*, *choice* and *scores* begin with \
+                   the tokens too.",
             head: heads(&[
                 "tokens",
                 "cached",
                 "claimed blocks",
                 "hashing: Dynamo's",
                 "ours",
-                "overlaps",
                 "claim",
+                "choice",
                 "scores",
-                "to Dynamo's hashing",
+            ]),
+            rows: rows.collect(),
+        }
+    }
+
+    fn ratios(&self) -> Table {
+        let rows = self.rows.iter().map(|row| {
+            let verdict = |ratio: Spread, goal| page::at_most(ratio.median, goal, self.judged);
+            vec![
+                grouped(row.tokens),
+                row.depth.name().to_owned(),
+                ratio_of(row.of_peers_hashing),
+                verdict(row.of_peers_hashing, OF_HASHING),
+                ratio_of(row.of_our_hashing),
+                ratio_of(row.of_scores),
+                verdict(row.of_scores, OF_UPSTREAM),
+                ratio_of(row.choice_of_peers_hashing),
+                ratio_of(row.choice_of_scores),
+            ]
+        });
+        Table {
+            title: "The same as ratios",
+            note: "Of *claim* to Dynamo's hashing, to ours and to *scores*, then of *choice*; each taken in \
+                   one round.",
+            head: heads(&[
+                "tokens",
+                "cached",
+                "claim: to Dynamo's hashing",
                 "goal",
                 "to our hashing",
-                "goal",
                 "to scores",
                 "goal",
+                "choice: to Dynamo's hashing",
+                "to scores",
             ]),
             rows: rows.collect(),
         }

@@ -26,8 +26,7 @@ use crate::unchanged::{self, Crates};
   cargo xtask bench requests --rounds 1 --count 10     a look at it
   cargo xtask bench requests --release --markdown      as in docs/query-benchmark.md
 
-A request's workers answer at once, so what is measured is the frontend, and the workers' share of
-the two processes that they run in.")]
+The workers answer at once, so what is measured is the frontend; they run in its process.")]
 pub(crate) struct Options {
     /// Rounds, in each of which every frontend has its turn.
     #[arg(long, default_value_t = 7)]
@@ -89,6 +88,7 @@ struct Case {
     latencies: Vec<f64>,
     prefills: usize,
     claims: usize,
+    query: Option<f64>,
 }
 
 /// One kind of requests through one frontend, a figure a round.
@@ -106,6 +106,8 @@ struct Row {
     /// Requests that prefill workers were sent, and those with a claim.
     prefills: usize,
     claims: usize,
+    /// The frontend's own mean time of its decode query, in microseconds.
+    query_us: Vec<f64>,
 }
 
 /// Median and quartiles.
@@ -238,6 +240,7 @@ fn add(rows: &mut Vec<Row>, frontend: Frontend, case: &Case, count: usize) -> Re
                 rate: Vec::new(),
                 prefills: 0,
                 claims: 0,
+                query_us: Vec::new(),
             });
             rows.last_mut().context("was just added")?
         }
@@ -250,6 +253,7 @@ fn add(rows: &mut Vec<Row>, frontend: Frontend, case: &Case, count: usize) -> Re
     row.rate.push(case.latencies.len() as f64 / case.seconds);
     row.prefills += case.prefills;
     row.claims += case.claims;
+    row.query_us.extend(case.query);
     Ok(())
 }
 
@@ -257,9 +261,9 @@ fn add(rows: &mut Vec<Row>, frontend: Frontend, case: &Case, count: usize) -> Re
 fn table(rows: &[Row], weight: &str) -> String {
     let mut out =
         "| at once | tokens | frontend | median, ms | ratio | added, us | 99th, ms | ratio | \
-                   requests/s | ratio | with a claim |\n"
+                   requests/s | ratio | with a claim | query, us |\n"
             .to_owned();
-    out += "| --: | --: | --- | --: | --: | --: | --: | --: | --: | --: | --: |\n";
+    out += "| --: | --: | --- | --: | --: | --: | --: | --: | --: | --: | --: | --: |\n";
     for row in rows {
         let same = |base: &&Row| {
             (base.concurrency, base.tokens, base.frontend)
@@ -274,10 +278,14 @@ fn table(rows: &[Row], weight: &str) -> String {
         let added = Spread::of_pairs(&row.median_ms, &base.median_ms, |ours, theirs| {
             (ours - theirs) * 1e3
         });
+        let query = match row.query_us.as_slice() {
+            [] => "-".to_owned(),
+            all => Spread::of(all.to_vec()).shown(0),
+        };
         let [median, p99] = [&row.median_ms, &row.p99_ms].map(|all| Spread::of(all.clone()));
         let _ = writeln!(
             out,
-            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {:.0}% |",
+            "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {:.0}% | {} |",
             row.concurrency,
             grouped(row.tokens as u64),
             row.frontend.name(weight),
@@ -289,6 +297,7 @@ fn table(rows: &[Row], weight: &str) -> String {
             Spread::of(row.rate.clone()).shown(1),
             ratio(&row.rate, &base.rate),
             row.claims as f64 * 100.0 / row.prefills as f64,
+            query,
         );
     }
     out
@@ -328,6 +337,7 @@ mod tests {
             latencies: latencies.to_vec(),
             prefills: latencies.len(),
             claims: 1,
+            query: None,
         }
     }
 
@@ -344,11 +354,11 @@ mod tests {
             .find(|line| line.contains("weight 2"))
             .unwrap();
         assert!(
-            on.contains("| 1.500 (1.000..1.500) | 500 (0..1000) |"),
+            on.contains("| 1.500 (1.500..1.500) | 500 (500..1000) |"),
             "{on}"
         );
         assert!(
-            on.ends_with("| 4.0 (4.0..4.0) | 1.000 (1.000..1.000) | 50% |"),
+            on.ends_with("| 4.0 (4.0..4.0) | 1.000 (1.000..1.000) | 50% | - |"),
             "{on}"
         );
     }

@@ -27,6 +27,9 @@ const DECODE_WORKERS: usize = 8;
 /// Prompts that begin alike share this many beginnings.
 const PREFIXES: usize = 8;
 const LIMIT: Duration = Duration::from_secs(60);
+/// The frontend's histogram of its decode query; unpatched ones have none.
+const QUERY_SUM: &str = "router_decode_query_seconds_sum";
+const QUERY_COUNT: &str = "router_decode_query_seconds_count";
 /// KV events are published without an answer.
 const UNTIL_INDEXED: Duration = Duration::from_millis(300);
 
@@ -45,6 +48,8 @@ pub(crate) struct Case {
     prefills: usize,
     /// Of these, with a claim.
     claims: usize,
+    /// The frontend's own mean time of its decode query, in microseconds; `None`: it has no such metric.
+    query: Option<f64>,
 }
 
 /// Sends `count` requests of each kind.
@@ -103,7 +108,7 @@ impl Stack {
             workers,
             client: Client {
                 http: reqwest::Client::new(),
-                address: format!("http://127.0.0.1:{port}/v1/completions").into(),
+                address: format!("http://127.0.0.1:{port}").into(),
             },
         })
     }
@@ -123,11 +128,13 @@ impl Stack {
                 tokio::time::sleep(UNTIL_INDEXED).await;
                 let bodies = (0..count).map(|place| self.body(&all[place % PREFIXES], tokens));
                 let bodies = bodies.collect();
-                let before = self.prefills();
+                let (before, asked) = (self.prefills(), self.client.queries().await?);
                 let began = Instant::now();
                 let latencies = self.ask(concurrency, bodies).await?;
                 let seconds = began.elapsed().as_secs_f64();
                 let (prefills, claims) = self.prefills();
+                let queries = self.client.queries().await?;
+                let [spent, count] = [queries.0 - asked.0, queries.1 - asked.1];
                 cases.push(Case {
                     concurrency,
                     tokens,
@@ -135,6 +142,7 @@ impl Stack {
                     latencies,
                     prefills: prefills - before.0,
                     claims: claims - before.1,
+                    query: (count > 0.0).then(|| spent / count * 1e6),
                 });
             }
         }
@@ -146,12 +154,22 @@ impl Stack {
         let deadline = Instant::now() + LIMIT;
         let body = json!({ "model": MODEL, "prompt": [100, 101, 102], "max_tokens": 3 });
         let body = body.to_string();
+        let first = |role| self.workers.iter().find(|worker| worker.role() == role);
         for worker in &self.workers {
-            let header = match worker.role() {
-                WorkerType::Prefill => "x-dynamo-prefill-instance-id",
-                _ => "x-dynamo-worker-instance-id",
-            };
-            let pin = [(header, worker.id().to_string())];
+            // Neither is pinned without the other.
+            let [prefill, decode] = [WorkerType::Prefill, WorkerType::Decode].map(|role| {
+                if worker.role() == role {
+                    Some(worker)
+                } else {
+                    first(role)
+                }
+            });
+            let pin = [
+                ("x-dynamo-prefill-instance-id", prefill),
+                ("x-dynamo-worker-instance-id", decode),
+            ];
+            let pin =
+                pin.map(|(name, of)| (name, of.map(|of| of.id().to_string()).unwrap_or_default()));
             while worker.seen().0 == 0 {
                 let answer = self.client.ask(body.clone(), &pin).await;
                 if let Err(error) = answer {
@@ -213,7 +231,10 @@ impl Stack {
 
 impl Client {
     async fn ask(&self, body: String, headers: &[(&str, String)]) -> Result<()> {
-        let mut post = self.http.post(&*self.address).body(body);
+        let mut post = self
+            .http
+            .post(format!("{}/v1/completions", self.address))
+            .body(body);
         post = post.header("content-type", "application/json");
         for (name, value) in headers {
             post = post.header(*name, value);
@@ -223,5 +244,38 @@ impl Client {
         let text = answer.text().await?;
         ensure!(status.is_success(), "{status}: {text}");
         Ok(())
+    }
+
+    /// Seconds that the frontend has spent on decode queries, and how many there were.
+    async fn queries(&self) -> Result<(f64, f64)> {
+        let metrics = self.http.get(format!("{}/metrics", self.address));
+        let text = metrics.send().await?.text().await?;
+        Ok([QUERY_SUM, QUERY_COUNT]
+            .map(|name| total(&text, name))
+            .into())
+    }
+}
+
+/// The sum of a metric over its labels.
+fn total(metrics: &str, name: &str) -> f64 {
+    let values = metrics.lines().filter_map(|line| {
+        let (labelled, value) = line.rsplit_once(' ')?;
+        let named = labelled.split('{').next()?;
+        named.ends_with(name).then(|| value.parse::<f64>().ok())?
+    });
+    values.sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_metric_is_summed_over_its_labels() {
+        let metrics = "# HELP a_query_seconds_sum of it\na_query_seconds_sum{worker=\"1\"} 0.5\n\
+                       a_query_seconds_sum{worker=\"2\"} 1e-1\na_query_seconds_count 7\n";
+        assert_eq!(total(metrics, "query_seconds_sum"), 0.6);
+        assert_eq!(total(metrics, "query_seconds_count"), 7.0);
+        assert_eq!(total(metrics, "others"), 0.0);
     }
 }

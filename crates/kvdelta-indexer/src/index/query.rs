@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::Overlap;
 use super::node::{NONE, Node, ROOT, Word, low_bits};
@@ -42,13 +42,16 @@ impl Index {
     pub fn overlaps_into(&self, prompt: &mut Prompt<'_>, all: &mut Vec<Overlap>) {
         all.clear();
         let tree = &self.tree;
-        let _pinned = crossbeam_epoch::pin();
-        let Some(found) = tree.walk_all(prompt) else {
+        if !tree.begins(prompt) {
             return;
-        };
+        }
+        let _pinned = crossbeam_epoch::pin();
+        let mut walk = Walk::new();
+        tree.walk_all(prompt, &mut walk);
+        all.reserve(walk.holders());
         let one_name = tree.other_names.is_empty();
         let mut last = (NONE, EngineHash(0));
-        found.for_each(tree, prompt, |holder, end| {
+        walk.for_each(tree, prompt, |holder, end| {
             let Some(cells) = tree.holders.get(holder) else {
                 return;
             };
@@ -99,10 +102,21 @@ pub(super) struct End {
 }
 
 /// Those of a group of holders that came equally far.
+#[derive(Clone, Copy)]
 struct Level {
     group: u32,
     holders: u32,
     end: End,
+}
+
+impl Level {
+    fn of(group: u32, holders: u32, end: End) -> Self {
+        Self {
+            group,
+            holders,
+            end,
+        }
+    }
 }
 
 /// A group of holders on its way.
@@ -133,13 +147,19 @@ const START: End = End {
 };
 
 impl Tree {
-    /// All holders that hold any of the prompt, and how far they come; `None`: nothing begins as it does, which
-    /// is so of most prompts.
-    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>) -> Option<Found> {
+    /// Whether anything begins as the prompt does. Most prompts begin as no other: they need no more than this.
+    pub(super) fn begins(&self, prompt: &mut Prompt<'_>) -> bool {
+        let first = prompt.hashed_to(1).first();
+        first.is_some_and(|first| self.child(ROOT, 0, *first).is_some())
+    }
+
+    /// Walks all holders through the prompt.
+    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>, walk: &mut Walk) {
         let done = self.removals_done.load(Ordering::Acquire);
-        let mut place = self.first(prompt)?;
-        let groups = self.holders_end.load(Ordering::Acquire).div_ceil(32) as usize;
-        let mut walk = Walk::new(groups);
+        let Some(mut place) = self.first(prompt) else {
+            return;
+        };
+        walk.begin(self.holders_end.load(Ordering::Acquire).div_ceil(32) as usize);
         while walk.step(self, &place) {
             match self.after(&place, walk.end.walked, prompt) {
                 Some(next) => place = next,
@@ -149,10 +169,7 @@ impl Tree {
         walk.finish();
         fence(Ordering::Acquire);
         let begun = self.removals_begun.load(Ordering::Acquire);
-        Some(Found {
-            levels: walk.found,
-            disturbed_since: (begun > done).then_some(done),
-        })
+        walk.disturbed_since = (begun > done).then_some(done);
     }
 
     /// `end`, unless the holder was removed from since `done`: then how far it comes now.
@@ -250,46 +267,10 @@ impl Tree {
     }
 }
 
-/// What a walk found.
-pub(super) struct Found {
-    levels: SmallVec<[Level; LEVELS]>,
-    /// The last removal that was finished before the walk, if there were others before its end.
-    disturbed_since: Option<u64>,
-}
-
-impl Found {
-    /// Tells each holder, and how far it comes.
-    #[inline]
-    pub(super) fn for_each(
-        self,
-        tree: &Tree,
-        prompt: &mut Prompt<'_>,
-        mut tell: impl FnMut(u32, End),
-    ) {
-        for Level {
-            group,
-            mut holders,
-            end,
-        } in self.levels
-        {
-            let first = group.saturating_mul(32);
-            while holders != 0 {
-                let holder = first + holders.trailing_zeros();
-                holders &= holders - 1;
-                let now = match self.disturbed_since {
-                    None => Some(end),
-                    Some(done) => tree.undisturbed(holder, done, end, prompt),
-                };
-                if let Some(end) = now {
-                    tell(holder, end);
-                }
-            }
-        }
-    }
-}
-
 /// All holders on their way through one prompt.
-struct Walk {
+///
+/// Filled where it lies: it is too large to be handed around in nanoseconds.
+pub(super) struct Walk {
     groups: SmallVec<[Group; GROUPS]>,
     /// Groups with active holders.
     active_groups: usize,
@@ -297,20 +278,28 @@ struct Walk {
     found: SmallVec<[Level; LEVELS]>,
     /// How far those came that did not.
     end: End,
+    /// The last removal that was finished before the walk, if there were others before its end.
+    disturbed_since: Option<u64>,
 }
 
 impl Walk {
-    fn new(groups: usize) -> Self {
+    pub(super) fn new() -> Self {
+        Self {
+            groups: SmallVec::new(),
+            active_groups: 0,
+            found: SmallVec::new(),
+            end: START,
+            disturbed_since: None,
+        }
+    }
+
+    fn begin(&mut self, groups: usize) {
         let group = Group {
             active: u32::MAX,
             whole: 0,
         };
-        Self {
-            groups: smallvec![group; groups],
-            active_groups: groups,
-            found: SmallVec::new(),
-            end: START,
-        }
+        self.groups.resize(groups, group);
+        self.active_groups = groups;
     }
 
     /// Passes a node. Whether anybody holds all of its blocks that the prompt has.
@@ -351,6 +340,8 @@ impl Walk {
         for group in &mut *groups {
             group.whole = 0;
         }
+        let mut alike = Level::of(0, 0, START);
+        let mut held_alike = 0;
         for cell in place.node.cells(&tree.more) {
             match Word::unpack(cell.load(Ordering::Acquire)) {
                 Word::Free => {}
@@ -371,22 +362,65 @@ impl Walk {
                     let held = blocks.trailing_ones();
                     if group.active & bit != 0 && held > 0 {
                         group.active &= !bit;
-                        let end = self.end.further(place.node, held);
-                        report(&mut self.found, number, bit, end);
+                        // Many leave a node alike: as those do that hold a shared beginning and no more.
+                        if (alike.group, held_alike) == (number, held) {
+                            alike.holders |= bit;
+                        } else {
+                            report(&mut self.found, alike);
+                            let end = self.end.further(place.node, held);
+                            alike = Level::of(number, bit, end);
+                            held_alike = held;
+                        }
                     }
                 }
             }
         }
+        report(&mut self.found, alike);
         self.active_groups = 0;
         for (group, number) in groups.iter_mut().zip(0..) {
             let behind = group.active & !group.whole;
             group.active &= group.whole;
-            if self.end.walked > 0 && behind != 0 {
-                report(&mut self.found, number, behind, self.end);
+            if self.end.walked > 0 {
+                report(&mut self.found, Level::of(number, behind, self.end));
             }
             self.active_groups += usize::from(group.active != 0);
         }
         self.active_groups > 0
+    }
+
+    /// Holders that it tells.
+    fn holders(&self) -> usize {
+        let each = self.found.iter().map(|level| level.holders.count_ones());
+        each.sum::<u32>() as usize
+    }
+
+    /// Tells each holder, and how far it comes.
+    #[inline]
+    pub(super) fn for_each(
+        &self,
+        tree: &Tree,
+        prompt: &mut Prompt<'_>,
+        mut tell: impl FnMut(u32, End),
+    ) {
+        for level in &self.found {
+            let Level {
+                group,
+                mut holders,
+                end,
+            } = *level;
+            let first = group.saturating_mul(32);
+            while holders != 0 {
+                let holder = first + holders.trailing_zeros();
+                holders &= holders - 1;
+                let now = match self.disturbed_since {
+                    None => Some(end),
+                    Some(done) => tree.undisturbed(holder, done, end, prompt),
+                };
+                if let Some(end) = now {
+                    tell(holder, end);
+                }
+            }
+        }
     }
 
     fn finish(&mut self) {
@@ -394,22 +428,21 @@ impl Walk {
             return;
         }
         for (group, number) in self.groups.iter().zip(0..) {
-            if group.active != 0 {
-                report(&mut self.found, number, group.active, self.end);
-            }
+            report(&mut self.found, Level::of(number, group.active, self.end));
         }
     }
 }
 
-/// The `holders` of a group came to `end`. Those that leave a node alike mostly stand in a row there.
+/// Adds a level, to the last one where that is the same.
 #[inline]
-fn report(found: &mut SmallVec<[Level; LEVELS]>, group: u32, holders: u32, end: End) {
+fn report(found: &mut SmallVec<[Level; LEVELS]>, level: Level) {
+    if level.holders == 0 {
+        return;
+    }
     match found.last_mut() {
-        Some(last) if last.group == group && last.end == end => last.holders |= holders,
-        _ => found.push(Level {
-            group,
-            holders,
-            end,
-        }),
+        Some(last) if last.group == level.group && last.end == level.end => {
+            last.holders |= level.holders;
+        }
+        _ => found.push(level),
     }
 }
