@@ -7,3 +7,5 @@
 
 mod fleet;
 mod parts;
+mod saying;
+mod scene;

@@ -32,8 +32,8 @@ fn a_prefix_goes_where_it_is_held() -> Result<()> {
             let chosen = answer.nvext("/worker_id/decode_worker_id");
             assert_eq!(chosen, Some(&json!(holder.id)), "{}", answer.body);
             fleet.nothing_booked().await?;
-            // Once for the prefill worker, once for the decode worker.
-            assert_eq!(trace.spans(HASHING) - hashed, 2);
+            // Once for both pools.
+            assert_eq!(trace.spans(HASHING) - hashed, 1);
         }
         assert_eq!(holder.received().len(), 3);
         assert_eq!(fleet.decode[0].received().len(), 0);

@@ -17,10 +17,11 @@ use kvdelta_recorder::deployment::{distributed, free_port, serve};
 use kvdelta_recorder::settings::{Settings, set_weight, write_model};
 
 use super::ask::{Answer, Ask, Client, Metrics, Sent};
+use super::engine::PROBE;
 use super::ledger::Ledger;
 use super::run::until;
-use super::trace::Trace;
-use super::worker::{Common, PROBE, Spec, Worker};
+use super::trace::{Line, Trace};
+use super::worker::{Common, Spec, Worker};
 
 /// Frontends of one process share the table of policies, and the gauges of loads by worker.
 static POLICIES: LazyLock<std::result::Result<(), String>> = LazyLock::new(|| {
@@ -266,6 +267,11 @@ impl Fleet {
         frontend.with_context(|| format!("no frontend {number}"))
     }
 
+    /// How many frontends it has.
+    pub(crate) fn frontends(&self) -> usize {
+        self.frontends.len()
+    }
+
     /// A frontend's metrics.
     pub(crate) async fn metrics(&self, frontend: usize) -> Result<Metrics> {
         Metrics::read(&self.frontend(frontend)?.client).await
@@ -306,19 +312,37 @@ impl Fleet {
             let answer = self.send_to(frontend, ask)?.answer().await?;
             ensure!(answer.status == 200, "{}: {}", answer.status, answer.body);
             let lines = self.trace.lines("Selected pinned worker");
-            let line = lines[before..]
-                .iter()
-                .find(|line| line.message().contains(&prefix))
+            let found = found_blocks(&lines[before..], &prefix)?
                 .with_context(|| format!("no choice was logged: {}", answer.body))?;
-            let (_, found) = line
-                .message()
-                .rsplit_once("effective cached blocks: ")
-                .context("the router logs its choices in another way")?;
-            let found: f64 = found.trim().parse()?;
             Ok(if found == blocks as f64 {
                 Ok(())
             } else {
                 Err(format!("{found}"))
+            })
+        })
+        .await
+    }
+
+    /// Waits until the first frontend's router knows that a prefill worker holds as many blocks of
+    /// `prompt` as said. Each look is a request, which the first decode worker gets, too.
+    pub(crate) async fn prefill_holds(
+        &self,
+        worker: &Worker,
+        prompt: &[u32],
+        blocks: usize,
+    ) -> Result<()> {
+        let what = format!("{blocks} blocks are known of {}", worker.name());
+        let prefix = format!("worker_id={} dp_rank=0,", worker.id);
+        until(&what, async || {
+            let before = self.trace.lines("Selected pinned worker").len();
+            let ask = Ask::new(prompt)
+                .prefill(worker, 0)
+                .decode(&self.decode[0], 0);
+            self.ask(ask).await?.complete()?;
+            let lines = self.trace.lines("Selected pinned worker");
+            Ok(match found_blocks(&lines[before..], &prefix)? {
+                Some(found) if found == blocks as f64 => Ok(()),
+                found => Err(format!("{found:?}")),
             })
         })
         .await
@@ -412,6 +436,18 @@ impl Drop for Fleet {
             frontend.runtime.shutdown();
         }
     }
+}
+
+/// The cached blocks that a logged choice of a worker names.
+fn found_blocks(lines: &[Line], of: &str) -> Result<Option<f64>> {
+    let Some(line) = lines.iter().find(|line| line.message().contains(of)) else {
+        return Ok(None);
+    };
+    let (_, found) = line
+        .message()
+        .rsplit_once("effective cached blocks: ")
+        .context("the router logs its choices in another way")?;
+    Ok(Some(found.trim().parse()?))
 }
 
 /// A prompt of as many tokens as said, none of them special.
