@@ -6,6 +6,8 @@
 #![cfg(kvdelta_patched)]
 
 mod fleet;
+mod leaving;
 mod parts;
+mod races;
 mod saying;
 mod scene;

@@ -398,6 +398,20 @@ impl Fleet {
         .await
     }
 
+    /// Waits until as many requests as said wait in the routers' queues.
+    pub(crate) async fn queued(&self, requests: usize) -> Result<()> {
+        until(&format!("{requests} requests are queued"), async || {
+            let metrics = self.metrics(0).await?;
+            let queued = metrics.sum(QUEUED, &[("model", &self.name)])?;
+            Ok(if queued == requests as f64 {
+                Ok(())
+            } else {
+                Err(format!("{queued}"))
+            })
+        })
+        .await
+    }
+
     /// Waits until the routers have a booking of `requests` requests at a worker.
     pub(crate) async fn booked(&self, worker: &Worker, requests: usize) -> Result<()> {
         let what = format!("{requests} requests are booked at {}", worker.name());

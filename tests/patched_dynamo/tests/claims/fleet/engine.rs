@@ -108,8 +108,7 @@ impl State {
         next.unwrap_or_else(|| lock(&self.always).clone())
     }
 
-    fn output(&self, last: bool, cut_for: Option<&str>) -> LLMEngineOutput {
-        let prefill = self.role == WorkerType::Prefill;
+    fn output(&self, step: &Step, cut_for: Option<&str>) -> LLMEngineOutput {
         let offer = || match cut_for {
             Some(id) => json!({
                 "from": self.name,
@@ -117,13 +116,22 @@ impl State {
             }),
             None => json!({ "from": self.name }),
         };
+        let is_handover = self.is_prefill() && matches!(step, Step::Finish);
         LLMEngineOutput {
             token_ids: vec![10],
-            finish_reason: last.then_some(FinishReason::Length),
-            disaggregated_params: (prefill && last).then(offer),
+            finish_reason: match step {
+                Step::Finish => Some(FinishReason::Length),
+                Step::End => Some(FinishReason::EoS),
+                _ => None,
+            },
+            disaggregated_params: is_handover.then(offer),
             index: Some(0),
             ..LLMEngineOutput::default()
         }
+    }
+
+    fn is_prefill(&self) -> bool {
+        self.role == WorkerType::Prefill
     }
 }
 
@@ -140,7 +148,7 @@ impl AsyncEngine<SingleIn<Value>, ManyOut<Annotated<LLMEngineOutput>>, Error> fo
         let context = context.context();
         let state = self.0.clone();
         if request.get("token_ids") == Some(&json!(PROBE)) {
-            let output = Annotated::from_data(state.output(true, None));
+            let output = Annotated::from_data(state.output(&Step::Finish, None));
             let outputs = futures::stream::iter([output]);
             return Ok(ResponseStream::new(outputs.boxed(), context));
         }
@@ -149,16 +157,17 @@ impl AsyncEngine<SingleIn<Value>, ManyOut<Annotated<LLMEngineOutput>>, Error> fo
             return Err(error.into());
         }
         let outputs = futures::stream::unfold(run, |mut run| async move {
-            match run
-                .next(&|step| matches!(step, Step::Token | Step::Finish))
-                .await
-            {
+            let is_prefill = run.state.is_prefill();
+            let sends = |step: &Step| match step {
+                Step::Token => !is_prefill,
+                step => matches!(step, Step::Finish | Step::End),
+            };
+            match run.next(&sends).await {
                 Next::Step(step) => {
-                    let last = matches!(step, Step::Finish);
-                    if last {
+                    if !matches!(step, Step::Token) {
                         run.end(Outcome::Finished);
                     }
-                    Some((Annotated::from_data(run.output(last)), run))
+                    Some((Annotated::from_data(run.output(&step)), run))
                 }
                 Next::Refused(error) => Some((Annotated::from_err(error), run)),
                 Next::Ended => None,
@@ -215,8 +224,8 @@ impl Run {
         }
     }
 
-    fn output(&self, last: bool) -> LLMEngineOutput {
-        self.state.output(last, self.cut_for.as_deref())
+    fn output(&self, step: &Step) -> LLMEngineOutput {
+        self.state.output(step, self.cut_for.as_deref())
     }
 
     /// Goes on to the next step that is `wanted`.
@@ -247,7 +256,7 @@ impl Run {
                     self.state.dead.send_replace(true);
                     self.die_if_dead();
                 }
-                Step::Begin | Step::Token | Step::Finish => {}
+                Step::Begin | Step::Token | Step::Finish | Step::End => {}
             }
         }
         Next::Ended
