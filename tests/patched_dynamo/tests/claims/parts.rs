@@ -135,10 +135,15 @@ fn what_a_worker_refuses_ends_and_stays_nowhere() -> Result<()> {
         }
         for decode in &fleet.decode {
             assert!(decode.received().is_empty());
-            decode.next(Script::refuse(ErrorClass::WorkerOverloaded));
         }
         // Overloaded there, the request goes on elsewhere.
-        fleet.ask(Ask::new(&prompt(2, 50))).await?.complete()?;
+        let (decode, asked) = (&fleet.decode[0], prompt(2, 50));
+        decode.store(0, &asked)?;
+        fleet.holds(0, decode, 0, &asked, 6).await?;
+        decode.next(Script::refuse(ErrorClass::WorkerOverloaded));
+        fleet.ask(Ask::new(&asked)).await?.complete()?;
+        assert_eq!(decode.received()[0].outcome, Outcome::Refused);
+        assert_eq!(fleet.decode[1].received().len(), 1);
         fleet.nothing_booked().await
     })
 }

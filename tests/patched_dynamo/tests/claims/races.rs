@@ -180,6 +180,8 @@ fn a_worker_alone_is_not_replaced_and_the_request_ends() -> Result<()> {
             );
             scene.at_rest().await?;
             scene.holder().always(Script::answer());
+            // A worker that refuses gets nothing for a while.
+            scene.fleet.served().await?;
             scene.fleet.ask(scene.ask(3)).await?.complete()?;
             scene.at_rest().await
         })?;

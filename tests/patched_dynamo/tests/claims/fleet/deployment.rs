@@ -210,19 +210,11 @@ impl Fleet {
         };
         let (prefill, decode) = (of(&self.prefill), of(&self.decode));
         for frontend in &self.frontends {
-            for number in 0..prefill.len().max(decode.len()) {
-                // A pin for decode alone would be taken for one for prefill too.
-                let mut probe = Ask::new(&PROBE);
-                if let Some(worker) = prefill.iter().cycle().nth(number) {
-                    probe = probe.prefill(worker, 0);
-                }
-                if let Some(worker) = decode.iter().cycle().nth(number) {
-                    probe = probe.decode(worker, 0);
-                }
+            for probe in probes(&prefill, &decode) {
                 until("a frontend serves all workers", async || {
                     // Before it listens there is no answer at all.
                     match probe.clone().send(&frontend.client).answer().await {
-                        Ok(answer) if answer.is_complete() => Ok(Ok(())),
+                        Ok(answer) if answer.status == 200 => Ok(Ok(())),
                         Ok(answer) => Ok(Err(format!("{}: {}", answer.status, answer.body))),
                         Err(error) => Ok(Err(format!("{error:#}"))),
                     }
@@ -450,6 +442,33 @@ impl Drop for Fleet {
             frontend.runtime.shutdown();
         }
     }
+}
+
+/// Requests that get to each of these workers.
+fn probes(prefill: &[Arc<Worker>], decode: &[Arc<Worker>]) -> Vec<Ask> {
+    let fits = |one: &Worker, other: &Worker| one.spec.zone == other.spec.zone;
+    let mut probes = Vec::new();
+    let mut probed = vec![false; prefill.len()];
+    for (number, worker) in decode.iter().enumerate() {
+        let ask = Ask::new(&PROBE).decode(worker, 0);
+        let mut partners = (0..prefill.len()).map(|place| (number + place) % prefill.len());
+        probes.push(
+            match partners.find(|place| fits(&prefill[*place], worker)) {
+                // A pin for decode alone would be taken for one for prefill too.
+                Some(place) => {
+                    probed[place] = true;
+                    ask.prefill(&prefill[place], 0)
+                }
+                None => ask.query_only(),
+            },
+        );
+    }
+    for (worker, _) in prefill.iter().zip(probed).filter(|(_, probed)| !probed) {
+        if let Some(partner) = decode.iter().find(|partner| fits(worker, partner)) {
+            probes.push(Ask::new(&PROBE).decode(partner, 0).prefill(worker, 0));
+        }
+    }
+    probes
 }
 
 /// The cached blocks that a logged choice of a worker names.
