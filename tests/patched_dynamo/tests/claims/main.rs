@@ -5,8 +5,11 @@
 
 #![cfg(kvdelta_patched)]
 
+mod events;
 mod fleet;
+mod herd;
 mod leaving;
+mod mixed;
 mod parts;
 mod races;
 mod saying;

@@ -55,6 +55,8 @@ pub(crate) struct Spec {
     pub(crate) eagle: bool,
     /// Whether it publishes KV events.
     pub(crate) events: bool,
+    /// Whether it keeps them for those that come late.
+    pub(crate) local_indexer: bool,
     /// For prefill workers: whether decode starts at the same time, as with SGLang.
     pub(crate) bootstrap: bool,
     /// For prefill workers: whether they leave out what a claim says.
@@ -72,6 +74,7 @@ impl Default for Spec {
             runtime_data: HashMap::new(),
             eagle: false,
             events: true,
+            local_indexer: true,
             bootstrap: false,
             cuts: false,
         }
@@ -116,7 +119,7 @@ impl Spec {
             total_kv_blocks: Some(self.blocks),
             max_num_batched_tokens: Some(8192),
             data_parallel_size: self.ranks,
-            enable_local_indexer: self.events,
+            enable_local_indexer: self.events && self.local_indexer,
             kv_event_publishing_enabled: Some(self.events),
             runtime_data: self.runtime_data.clone(),
             enable_eagle: self.eagle,
@@ -425,7 +428,7 @@ async fn serve(
                 endpoint.clone(),
                 spec.block_tokens,
                 None,
-                true,
+                spec.local_indexer,
                 rank,
                 None,
             )
