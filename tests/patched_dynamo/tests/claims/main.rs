@@ -11,6 +11,7 @@ mod herd;
 mod leaving;
 mod mixed;
 mod parts;
+mod paths;
 mod races;
 mod saying;
 mod scene;
