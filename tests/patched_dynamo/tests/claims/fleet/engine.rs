@@ -20,6 +20,7 @@ use futures::StreamExt;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use super::loose::Loose;
 use super::script::{Script, Step};
 
 /// A prompt that a worker answers whatever its script, and does not keep.
@@ -139,12 +140,12 @@ impl State {
 pub(super) struct Engine(pub(super) Arc<State>);
 
 #[async_trait]
-impl AsyncEngine<SingleIn<Value>, ManyOut<Annotated<LLMEngineOutput>>, Error> for Engine {
+impl AsyncEngine<SingleIn<Loose>, ManyOut<Annotated<LLMEngineOutput>>, Error> for Engine {
     async fn generate(
         &self,
-        input: SingleIn<Value>,
+        input: SingleIn<Loose>,
     ) -> Result<ManyOut<Annotated<LLMEngineOutput>>, Error> {
-        let (request, context) = input.into_parts();
+        let (Loose(request), context) = input.into_parts();
         let context = context.context();
         let state = self.0.clone();
         if request.get("token_ids") == Some(&json!(PROBE)) {

@@ -6,6 +6,7 @@ mod ask;
 mod deployment;
 mod engine;
 mod ledger;
+mod loose;
 mod run;
 mod script;
 mod trace;
