@@ -5,5 +5,13 @@
 
 #![cfg(kvdelta_patched)]
 
+mod events;
 mod fleet;
+mod herd;
+mod leaving;
+mod mixed;
 mod parts;
+mod paths;
+mod races;
+mod saying;
+mod scene;

@@ -32,8 +32,8 @@ fn a_prefix_goes_where_it_is_held() -> Result<()> {
             let chosen = answer.nvext("/worker_id/decode_worker_id");
             assert_eq!(chosen, Some(&json!(holder.id)), "{}", answer.body);
             fleet.nothing_booked().await?;
-            // Once for the prefill worker, once for the decode worker.
-            assert_eq!(trace.spans(HASHING) - hashed, 2);
+            // Once for both pools.
+            assert_eq!(trace.spans(HASHING) - hashed, 1);
         }
         assert_eq!(holder.received().len(), 3);
         assert_eq!(fleet.decode[0].received().len(), 0);
@@ -135,10 +135,15 @@ fn what_a_worker_refuses_ends_and_stays_nowhere() -> Result<()> {
         }
         for decode in &fleet.decode {
             assert!(decode.received().is_empty());
-            decode.next(Script::refuse(ErrorClass::WorkerOverloaded));
         }
         // Overloaded there, the request goes on elsewhere.
-        fleet.ask(Ask::new(&prompt(2, 50))).await?.complete()?;
+        let (decode, asked) = (&fleet.decode[0], prompt(2, 50));
+        decode.store(0, &asked)?;
+        fleet.holds(0, decode, 0, &asked, 6).await?;
+        decode.next(Script::refuse(ErrorClass::WorkerOverloaded));
+        fleet.ask(Ask::new(&asked)).await?.complete()?;
+        assert_eq!(decode.received()[0].outcome, Outcome::Refused);
+        assert_eq!(fleet.decode[1].received().len(), 1);
         fleet.nothing_booked().await
     })
 }

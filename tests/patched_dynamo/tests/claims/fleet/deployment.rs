@@ -17,10 +17,11 @@ use kvdelta_recorder::deployment::{distributed, free_port, serve};
 use kvdelta_recorder::settings::{Settings, set_weight, write_model};
 
 use super::ask::{Answer, Ask, Client, Metrics, Sent};
+use super::engine::PROBE;
 use super::ledger::Ledger;
 use super::run::until;
-use super::trace::Trace;
-use super::worker::{Common, PROBE, Spec, Worker};
+use super::trace::{Line, Trace};
+use super::worker::{Common, Spec, Worker};
 
 /// Frontends of one process share the table of policies, and the gauges of loads by worker.
 static POLICIES: LazyLock<std::result::Result<(), String>> = LazyLock::new(|| {
@@ -209,19 +210,11 @@ impl Fleet {
         };
         let (prefill, decode) = (of(&self.prefill), of(&self.decode));
         for frontend in &self.frontends {
-            for number in 0..prefill.len().max(decode.len()) {
-                // A pin for decode alone would be taken for one for prefill too.
-                let mut probe = Ask::new(&PROBE);
-                if let Some(worker) = prefill.iter().cycle().nth(number) {
-                    probe = probe.prefill(worker, 0);
-                }
-                if let Some(worker) = decode.iter().cycle().nth(number) {
-                    probe = probe.decode(worker, 0);
-                }
+            for probe in probes(&prefill, &decode) {
                 until("a frontend serves all workers", async || {
                     // Before it listens there is no answer at all.
                     match probe.clone().send(&frontend.client).answer().await {
-                        Ok(answer) if answer.is_complete() => Ok(Ok(())),
+                        Ok(answer) if answer.status == 200 => Ok(Ok(())),
                         Ok(answer) => Ok(Err(format!("{}: {}", answer.status, answer.body))),
                         Err(error) => Ok(Err(format!("{error:#}"))),
                     }
@@ -266,6 +259,11 @@ impl Fleet {
         frontend.with_context(|| format!("no frontend {number}"))
     }
 
+    /// How many frontends it has.
+    pub(crate) fn frontends(&self) -> usize {
+        self.frontends.len()
+    }
+
     /// A frontend's metrics.
     pub(crate) async fn metrics(&self, frontend: usize) -> Result<Metrics> {
         Metrics::read(&self.frontend(frontend)?.client).await
@@ -306,19 +304,37 @@ impl Fleet {
             let answer = self.send_to(frontend, ask)?.answer().await?;
             ensure!(answer.status == 200, "{}: {}", answer.status, answer.body);
             let lines = self.trace.lines("Selected pinned worker");
-            let line = lines[before..]
-                .iter()
-                .find(|line| line.message().contains(&prefix))
+            let found = found_blocks(&lines[before..], &prefix)?
                 .with_context(|| format!("no choice was logged: {}", answer.body))?;
-            let (_, found) = line
-                .message()
-                .rsplit_once("effective cached blocks: ")
-                .context("the router logs its choices in another way")?;
-            let found: f64 = found.trim().parse()?;
             Ok(if found == blocks as f64 {
                 Ok(())
             } else {
                 Err(format!("{found}"))
+            })
+        })
+        .await
+    }
+
+    /// Waits until the first frontend's router knows that a prefill worker holds as many blocks of
+    /// `prompt` as said. Each look is a request, which the first decode worker gets, too.
+    pub(crate) async fn prefill_holds(
+        &self,
+        worker: &Worker,
+        prompt: &[u32],
+        blocks: usize,
+    ) -> Result<()> {
+        let what = format!("{blocks} blocks are known of {}", worker.name());
+        let prefix = format!("worker_id={} dp_rank=0,", worker.id);
+        until(&what, async || {
+            let before = self.trace.lines("Selected pinned worker").len();
+            let ask = Ask::new(prompt)
+                .prefill(worker, 0)
+                .decode(&self.decode[0], 0);
+            self.ask(ask).await?.complete()?;
+            let lines = self.trace.lines("Selected pinned worker");
+            Ok(match found_blocks(&lines[before..], &prefix)? {
+                Some(found) if found == blocks as f64 => Ok(()),
+                found => Err(format!("{found:?}")),
             })
         })
         .await
@@ -374,6 +390,20 @@ impl Fleet {
         .await
     }
 
+    /// Waits until as many requests as said wait in the routers' queues.
+    pub(crate) async fn queued(&self, requests: usize) -> Result<()> {
+        until(&format!("{requests} requests are queued"), async || {
+            let metrics = self.metrics(0).await?;
+            let queued = metrics.sum(QUEUED, &[("model", &self.name)])?;
+            Ok(if queued == requests as f64 {
+                Ok(())
+            } else {
+                Err(format!("{queued}"))
+            })
+        })
+        .await
+    }
+
     /// Waits until the routers have a booking of `requests` requests at a worker.
     pub(crate) async fn booked(&self, worker: &Worker, requests: usize) -> Result<()> {
         let what = format!("{requests} requests are booked at {}", worker.name());
@@ -412,6 +442,45 @@ impl Drop for Fleet {
             frontend.runtime.shutdown();
         }
     }
+}
+
+/// Requests that get to each of these workers.
+fn probes(prefill: &[Arc<Worker>], decode: &[Arc<Worker>]) -> Vec<Ask> {
+    let fits = |one: &Worker, other: &Worker| one.spec.zone == other.spec.zone;
+    let mut probes = Vec::new();
+    let mut probed = vec![false; prefill.len()];
+    for (number, worker) in decode.iter().enumerate() {
+        let ask = Ask::new(&PROBE).decode(worker, 0);
+        let mut partners = (0..prefill.len()).map(|place| (number + place) % prefill.len());
+        probes.push(
+            match partners.find(|place| fits(&prefill[*place], worker)) {
+                // A pin for decode alone would be taken for one for prefill too.
+                Some(place) => {
+                    probed[place] = true;
+                    ask.prefill(&prefill[place], 0)
+                }
+                None => ask.query_only(),
+            },
+        );
+    }
+    for (worker, _) in prefill.iter().zip(probed).filter(|(_, probed)| !probed) {
+        if let Some(partner) = decode.iter().find(|partner| fits(worker, partner)) {
+            probes.push(Ask::new(&PROBE).decode(partner, 0).prefill(worker, 0));
+        }
+    }
+    probes
+}
+
+/// The cached blocks that a logged choice of a worker names.
+fn found_blocks(lines: &[Line], of: &str) -> Result<Option<f64>> {
+    let Some(line) = lines.iter().find(|line| line.message().contains(of)) else {
+        return Ok(None);
+    };
+    let (_, found) = line
+        .message()
+        .rsplit_once("effective cached blocks: ")
+        .context("the router logs its choices in another way")?;
+    Ok(Some(found.trim().parse()?))
 }
 
 /// A prompt of as many tokens as said, none of them special.
