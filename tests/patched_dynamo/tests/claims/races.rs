@@ -252,19 +252,28 @@ fn without_migrations_an_answer_that_breaks_off_is_an_error() -> Result<()> {
 #[test]
 fn many_claims_of_a_lost_worker_all_go_on() -> Result<()> {
     run(async |trace| {
-        let scene = Scene::start(&trace, pair(Spec::cuts())?.migrations(0)).await?;
+        let builder = pair(Spec::cuts())?
+            .migrations(0)
+            .frontends(2)
+            .router(|router| router.kv_router_config.router_queue_threshold = None);
+        let scene = Scene::start(&trace, builder).await?;
         let (fleet, holder) = (&scene.fleet, scene.holder());
         let gate = Gate::closed();
         scene.prefill().always(Script::slow(&gate));
         let sent: Vec<_> = (0..8)
-            .map(|number| fleet.send(Ask::new(&longer(&scene.prefix, number))))
+            .map(|number| {
+                let ask = Ask::new(&longer(&scene.prefix, number));
+                fleet.send_to(usize::from(number % 2 == 1), ask)
+            })
             .collect::<Result<_>>()?;
         gate.reached_by(8).await?;
         let first = scene.prefill().received();
         let claims = claims_of(holder, &first);
         ensure!(claims > 0, "nobody chose the holder");
         holder.leave();
-        fleet.unrouted(0, holder).await?;
+        for frontend in 0..2 {
+            fleet.unrouted(frontend, holder).await?;
+        }
         gate.open();
         for sent in sent {
             sent.answer().await?.complete()?;
