@@ -244,17 +244,7 @@ pub fn load(
     watch: &mut impl Watch,
 ) -> Box<dyn Reader> {
     match (contender, way) {
-        (Contender::Kvdelta, _) => {
-            let index = empty();
-            let events = collected(recording, event);
-            watch.watch(&index, || {
-                for event in events {
-                    let applied = index.apply(&event);
-                    assert_eq!(applied.refused, None, "{event:?}");
-                }
-            });
-            Box::new(index)
-        }
+        (Contender::Kvdelta, _) => Box::new(load_kvdelta(recording, watch)),
         (Contender::RadixTree, _) => {
             let mut tree = RadixTree::new();
             let events = collected(recording, router_event);
@@ -265,18 +255,7 @@ pub fn load(
             });
             Box::new(tree)
         }
-        (Contender::Compressed, Way::Direct) => {
-            // The tree takes events from its queue only, so they wait there.
-            let tree = Direct(ConcurrentRadixTreeCompressed::new());
-            let (queue, events) = flume::unbounded();
-            recording.steps(|step| {
-                let task = WorkerTask::Event(router_event(step));
-                queue.send(task).expect("the other end is here");
-            });
-            drop(queue);
-            watch.watch(&tree, || tree.0.worker(events, None).expect("ends well"));
-            Box::new(tree)
-        }
+        (Contender::Compressed, Way::Direct) => Box::new(Direct(load_compressed(recording, watch))),
         (Contender::Strided, Way::Direct) => load_positional(SearchMode::Strided, recording, watch),
         (Contender::Binary, Way::Direct) => load_positional(SearchMode::Binary, recording, watch),
         (Contender::Compressed, Way::Pool) => {
@@ -303,6 +282,36 @@ pub fn load(
             Box::new(shards)
         }
     }
+}
+
+/// Ours, loaded.
+pub fn load_kvdelta(recording: &Recording, watch: &mut impl Watch) -> Index {
+    let index = empty();
+    let events = collected(recording, event);
+    watch.watch(&index, || {
+        for event in events {
+            let applied = index.apply(&event);
+            assert_eq!(applied.refused, None, "{event:?}");
+        }
+    });
+    index
+}
+
+/// Dynamo's default, loaded on the measured thread.
+pub fn load_compressed(
+    recording: &Recording,
+    watch: &mut impl Watch,
+) -> ConcurrentRadixTreeCompressed {
+    // The tree takes events from its queue only, so they wait there.
+    let tree = Direct(ConcurrentRadixTreeCompressed::new());
+    let (queue, events) = flume::unbounded();
+    recording.steps(|step| {
+        let task = WorkerTask::Event(router_event(step));
+        queue.send(task).expect("the other end is here");
+    });
+    drop(queue);
+    watch.watch(&tree, || tree.0.worker(events, None).expect("ends well"));
+    tree.0
 }
 
 fn empty() -> Index {
@@ -427,12 +436,12 @@ fn collected<T>(recording: &Recording, mut make: impl FnMut(Step<'_>) -> T) -> V
 }
 
 /// Ids as discovery gives them: large and without order.
-fn worker_id(worker: usize) -> u64 {
+pub(crate) fn worker_id(worker: usize) -> u64 {
     let number = u64::try_from(worker).expect("fits");
     (number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-fn worker_of(id: u64) -> usize {
+pub(crate) fn worker_of(id: u64) -> usize {
     let found = (0..WORKERS).find(|worker| worker_id(*worker) == id);
     found.unwrap_or(WORKERS)
 }

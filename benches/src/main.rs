@@ -11,8 +11,9 @@ use clap::{Parser, ValueEnum};
 use kvdelta_benches::contender::Contender;
 use kvdelta_benches::data::Data;
 use kvdelta_benches::memory::Kind;
+use kvdelta_benches::page::Machine;
 use kvdelta_benches::progress::Progress;
-use kvdelta_benches::report::{Machine, Report};
+use kvdelta_benches::report::Report;
 use kvdelta_benches::trace::Trace;
 use kvdelta_benches::{ingest, memory, query};
 
@@ -112,7 +113,7 @@ fn main() -> Result<()> {
     let does = |part| options.only.is_empty() || options.only.contains(&part);
     let mut progress = Progress::default();
     let mut report = Report {
-        machine: Machine::here(command()),
+        machine: Machine::here("bench index"),
         query: Vec::new(),
         ingest: Vec::new(),
         memory: Vec::new(),
@@ -182,7 +183,7 @@ fn show(options: &Options, report: &Report) -> Result<()> {
     match options.json.as_deref() {
         Some(path) if path == Path::new("-") => println!("{}", json()?),
         path => {
-            println!("{}", report.text());
+            println!("{}", report.page().text());
             if let Some(path) = path {
                 fs::write(path, json()? + "\n")
                     .with_context(|| format!("--json: cannot write {}", path.display()))?;
@@ -191,7 +192,7 @@ fn show(options: &Options, report: &Report) -> Result<()> {
     }
     if options.markdown {
         let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/index-benchmark.md");
-        report.write_into(&docs)?;
+        report.page().write_into(&docs)?;
     }
     Ok(())
 }
@@ -212,18 +213,4 @@ fn left_out(options: &Options) -> Vec<String> {
         .map(str::to_owned),
     );
     all
-}
-
-/// The command as typed, files without their folders.
-fn command() -> String {
-    let words = std::env::args_os().skip(1).map(|word| {
-        let name = Path::new(&word).file_name();
-        name.unwrap_or(&word).to_string_lossy().into_owned()
-    });
-    let words: Vec<_> = words.collect();
-    ["cargo xtask bench index".to_owned()]
-        .into_iter()
-        .chain(words)
-        .collect::<Vec<_>>()
-        .join(" ")
 }

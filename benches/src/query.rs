@@ -157,7 +157,7 @@ fn cases(data: &[Data]) -> Vec<Case> {
 }
 
 /// How often the indexes are loaded, in changing order: where one happens to lie in memory counts too.
-const LOADS: usize = 3;
+pub(crate) const LOADS: usize = 3;
 
 fn run_load(plan: &Plan, data: &[Data], progress: &mut Progress) -> Result<Vec<Row>> {
     let names: Vec<_> = data.iter().map(Data::name).collect();
@@ -307,7 +307,11 @@ pub fn check(contender: Contender, wrong: usize, data: &str) -> Result<()> {
 /// Nanoseconds of `ask` for one prompt, all of them asked in turn for at least `turn`.
 ///
 /// The median of the passes, so that one in which another program had the processor does not count.
-fn asked<T>(turn: Duration, prompts: &[Vec<u32>], mut ask: impl FnMut(&[u32]) -> T) -> f64 {
+pub(crate) fn asked<T>(
+    turn: Duration,
+    prompts: &[Vec<u32>],
+    mut ask: impl FnMut(&[u32]) -> T,
+) -> f64 {
     let began = Instant::now();
     let mut passes = Vec::new();
     while passes.is_empty() || began.elapsed() < turn {
@@ -343,7 +347,8 @@ fn nanoseconds(spent: Duration, pieces: usize) -> f64 {
 }
 
 /// Loading that nobody looks at.
-struct Unwatched;
+#[derive(Debug)]
+pub(crate) struct Unwatched;
 
 impl Watch for Unwatched {
     fn watch<R: Reader + Sync>(&mut self, _: &R, write: impl FnOnce()) {

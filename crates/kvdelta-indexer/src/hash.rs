@@ -164,10 +164,14 @@ impl<'a> Prompt<'a> {
     fn hash_to(&mut self, end: usize) {
         let (size, from) = (self.size.tokens(), self.hashes.len());
         let seed = self.of.namespace.0;
-        if from > 0 {
-            // With most prompts the first block stays the only one.
-            self.hashes.reserve_exact(self.blocks - from);
-        }
+        // With most prompts the first block stays the only one: what is asked for at first costs no more than
+        // room for one.
+        let room = if from > 0 {
+            self.blocks
+        } else {
+            self.blocks.min(FIRST_ROOM)
+        };
+        self.hashes.reserve_exact(room.max(end) - from);
         let plain = cfg!(target_endian = "little") && !self.of.eagle && self.of.media.is_empty();
         if plain && let Some(tokens) = self.tokens.get(from * size..end * size) {
             // Into cells that are there already and by a length that the compiler does not know: a quarter
@@ -202,6 +206,9 @@ impl<'a> Prompt<'a> {
         }
     }
 }
+
+/// Hashes that there is room for at first: 1 KiB, which the system's allocator keeps at hand.
+const FIRST_ROOM: usize = 128;
 
 /// How far a prompt is hashed ahead of its match at most.
 const AHEAD_BLOCKS: usize = 256;

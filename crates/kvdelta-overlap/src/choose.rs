@@ -5,7 +5,6 @@ use std::fmt;
 
 use kvdelta_indexer::{Standing, WorkerRank};
 use thiserror::Error;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::candidate::{Candidate, PrefillCandidate, Refusal, Refusals};
 use crate::claimable::{Cached, Claimable, NoClaim, PromptShape, claimable};
@@ -211,8 +210,8 @@ pub fn choose_pair(
         match best.best {
             Some(pair) => leading.see(Seen {
                 of: decode.of,
-                cost: pair.cost,
-                what: (decode, pair.what),
+                cost: pair.seen.cost,
+                what: (decode, pair.seen.what),
             }),
             None => refused.count(Refusal::NoLink),
         }
@@ -237,8 +236,8 @@ pub fn choose_pair(
 /// The two cheapest of what was seen, whatever the order it came in.
 struct Leading<T> {
     tie_break: u64,
-    best: Option<Seen<T>>,
-    next: Option<Seen<T>>,
+    best: Option<Drawn<T>>,
+    next: Option<Drawn<T>>,
     /// What the second costs; infinite while there is none.
     bound: f64,
     /// How many cost what the best costs.
@@ -250,6 +249,13 @@ struct Seen<T> {
     of: WorkerRank,
     cost: f64,
     what: T,
+}
+
+/// One of the cheapest, with what it draws among equals.
+#[derive(Clone, Copy)]
+struct Drawn<T> {
+    seen: Seen<T>,
+    lot: u64,
 }
 
 impl<T: Copy> Leading<T> {
@@ -272,29 +278,24 @@ impl<T: Copy> Leading<T> {
     }
 
     fn see_near(&mut self, seen: Seen<T>) {
+        let lot = lot(self.tie_break, seen.of);
+        let drawn = Drawn { seen, lot };
         let Some(best) = &self.best else {
-            self.best = Some(seen);
+            self.best = Some(drawn);
             self.cheapest = 1;
             return;
         };
-        match seen.cost.total_cmp(&best.cost) {
+        match seen.cost.total_cmp(&best.seen.cost) {
             Ordering::Less => self.cheapest = 1,
             Ordering::Equal => self.cheapest += 1,
             Ordering::Greater => {}
         }
-        if self.is_before(&seen, best) {
-            self.next = self.best.replace(seen);
-        } else if self.next.is_none_or(|next| self.is_before(&seen, &next)) {
-            self.next = Some(seen);
+        if drawn.is_before(best) {
+            self.next = self.best.replace(drawn);
+        } else if self.next.is_none_or(|next| drawn.is_before(&next)) {
+            self.next = Some(drawn);
         }
-        self.bound = self.next.map_or(f64::INFINITY, |next| next.cost);
-    }
-
-    #[inline]
-    fn is_before(&self, one: &Seen<T>, other: &Seen<T>) -> bool {
-        let order = one.cost.total_cmp(&other.cost);
-        let lot = |seen: &Seen<T>| (lot(self.tie_break, seen.of), seen.of);
-        order.then_with(|| lot(one).cmp(&lot(other))).is_lt()
+        self.bound = self.next.map_or(f64::INFINITY, |next| next.seen.cost);
     }
 
     fn choice<P>(
@@ -304,8 +305,8 @@ impl<T: Copy> Leading<T> {
         priced: impl Fn(T) -> Priced<P>,
     ) -> Option<Choice<P>> {
         Some(Choice {
-            best: priced(self.best?.what),
-            runner_up: self.next.map(|next| priced(next.what)),
+            best: priced(self.best?.seen.what),
+            runner_up: self.next.map(|next| priced(next.seen.what)),
             cheapest: self.cheapest,
             allowed: candidates.saturating_sub(refused.total()),
             refused,
@@ -313,12 +314,32 @@ impl<T: Copy> Leading<T> {
     }
 }
 
+impl<T> Drawn<T> {
+    #[inline]
+    fn is_before(&self, other: &Self) -> bool {
+        let order = self.seen.cost.total_cmp(&other.seen.cost);
+        let lot = |one: &Self| (one.lot, one.seen.of);
+        order.then_with(|| lot(self).cmp(&lot(other))).is_lt()
+    }
+}
+
 /// What a rank draws among equals: it depends on nothing else, so not on the order of the candidates.
+///
+/// Two folded products instead of a hash of bytes: where all are equal, as in an idle fleet, each draws.
 fn lot(tie_break: u64, of: WorkerRank) -> u64 {
-    let mut bytes = [0; 12];
-    bytes[..8].copy_from_slice(&of.worker.0.to_le_bytes());
-    bytes[8..].copy_from_slice(&of.rank.0.to_le_bytes());
-    xxh3_64_with_seed(&bytes, tie_break)
+    let rank = u64::from(of.rank.0);
+    let first = folded(of.worker.0 ^ tie_break, 0x9e37_79b9_7f4a_7c15);
+    folded(
+        first ^ rank ^ tie_break.rotate_left(32),
+        0xd6e8_feb8_6659_fd93,
+    )
+}
+
+/// The two halves of a product, folded into one.
+fn folded(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
+    let high = u64::try_from(product >> 64).unwrap_or_default();
+    a.wrapping_mul(b) ^ high
 }
 
 #[cfg(test)]

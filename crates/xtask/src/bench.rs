@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use crate::cache::{Cache, members, project_root};
 use crate::command::{logged, shown_status};
 use crate::frontend;
+use crate::requests;
 
 /// Options of `cargo xtask bench`.
 #[derive(Debug, Args)]
@@ -20,6 +21,8 @@ use crate::frontend;
   cargo xtask bench replay --help              what else it takes, and where there is a trace
   cargo xtask bench index --trace conversation_trace.jsonl
   cargo xtask bench index --quick              small data, for its answers rather than its times
+  cargo xtask bench query
+  cargo xtask bench requests
 
 Exit codes: 0 done, 1 failed, 2 an option that cannot be used.")]
 pub(crate) struct Options {
@@ -43,17 +46,27 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// From tokens to a claim, beside hashing alone and Dynamo's overlap scores.
+    #[command(disable_help_flag = true)]
+    Query {
+        /// Options of the benchmark; `--help` lists them.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// Requests through the frontend: unpatched, patched with the flag off, and with a weight.
+    Requests(requests::Options),
 }
 
-/// The package in `benches/` and its program.
+/// The package in `benches/`.
 const PACKAGE: &str = "kvdelta-benches";
-const PROGRAM: &str = "bench-index";
 
 /// Runs `cargo xtask bench`.
 pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
     let (program, arguments) = match options.bench {
         Bench::Replay { arguments } => (frontend::example(cache, "fleet_replay")?, arguments),
-        Bench::Index { arguments } => (index(cache)?, arguments),
+        Bench::Index { arguments } => (program(cache, "bench-index")?, arguments),
+        Bench::Query { arguments } => (program(cache, "bench-query")?, arguments),
+        Bench::Requests(options) => return requests::run(cache, &options),
     };
     let status = shown_status(Command::new(program).args(arguments))?;
     // The program has told what is wrong; its exit codes are this command's.
@@ -61,8 +74,8 @@ pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// The benchmark of the index, built for speed.
-pub(crate) fn index(cache: &Cache) -> Result<PathBuf> {
+/// A program of the benchmarks, built for speed.
+pub(crate) fn program(cache: &Cache, name: &str) -> Result<PathBuf> {
     let target = cache.target("benches", &members())?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo
@@ -70,7 +83,7 @@ pub(crate) fn index(cache: &Cache) -> Result<PathBuf> {
         .current_dir(project_root())
         .env("CARGO_TARGET_DIR", &target);
     frontend::without_own_package(&mut cargo);
-    let log = cache.folder("logs")?.join(format!("{PROGRAM}.log"));
-    logged(PROGRAM, cargo, &log)?;
-    Ok(target.join("release").join(PROGRAM))
+    let log = cache.folder("logs")?.join(format!("{name}.log"));
+    logged(name, cargo, &log)?;
+    Ok(target.join("release").join(name))
 }

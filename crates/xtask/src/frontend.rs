@@ -53,6 +53,24 @@ pub(crate) enum Profile {
     Release,
 }
 
+impl Profile {
+    /// What cargo is told.
+    pub(crate) fn flag(self) -> Option<&'static str> {
+        match self {
+            Self::Dev => None,
+            Self::Release => Some("--release"),
+        }
+    }
+
+    /// Where cargo puts what it built.
+    pub(crate) fn folder(self) -> &'static str {
+        match self {
+            Self::Dev => "debug",
+            Self::Release => "release",
+        }
+    }
+}
+
 /// Runs `cargo xtask frontend`.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     if options.update_lock {
@@ -102,20 +120,16 @@ pub(crate) fn build(cache: &Cache, profile: Profile) -> Result<PathBuf> {
         let name = source.strip_prefix(folder())?.to_string_lossy();
         key = key.part(&name, &text);
     }
-    let (flag, output) = match profile {
-        Profile::Dev => (None, "debug"),
-        Profile::Release => (Some("--release"), "release"),
-    };
-    if let Some(flag) = flag {
+    if let Some(flag) = profile.flag() {
         key = key.part("profile", flag.as_bytes());
     }
     let entry = cache.entry(NAME, &key, |entry| {
         let mut cargo = cargo(cache, "build")?;
-        cargo.args(flag);
+        cargo.args(profile.flag());
         let log = cache.folder("logs")?.join(format!("{NAME}.log"));
         let step = "frontend from the patched crates (about 850 crates when cold)";
         command::logged(step, cargo, &log)?;
-        let built = target(cache)?.join(output).join(NAME);
+        let built = target(cache)?.join(profile.folder()).join(NAME);
         fs::copy(&built, entry.join(NAME))
             .with_context(|| format!("cannot copy {}", built.display()))?;
         Ok(())

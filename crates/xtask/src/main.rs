@@ -23,6 +23,7 @@ mod phase;
 mod pr_text;
 mod progress;
 mod report;
+mod requests;
 mod test;
 mod unchanged;
 mod upstream;

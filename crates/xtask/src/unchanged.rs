@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::cache::{Cache, Key, project_root};
 use crate::command;
-use crate::frontend;
+use crate::frontend::{self, Profile};
 use crate::own_crates;
 use crate::patch;
 use crate::progress::{Step, say};
@@ -29,7 +29,7 @@ const VARIABLE: &str = "DYN_ROUTER_DECODE_OVERLAP_SCORE_WEIGHT";
 
 /// Dynamo's crates that a recorder is built with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Crates {
+pub(crate) enum Crates {
     Registry,
     Patched,
 }
@@ -202,8 +202,8 @@ struct Recorders {
 pub(crate) fn check(cache: &Cache) -> Result<()> {
     tests(cache)?;
     let recorders = Recorders {
-        registry: build(cache, Crates::Registry)?,
-        patched: build(cache, Crates::Patched)?,
+        registry: build(cache, Crates::Registry, Profile::Dev)?,
+        patched: build(cache, Crates::Patched, Profile::Dev)?,
         folder: new_folder(cache)?,
     };
     let mut equal: BTreeMap<Stream, (usize, Kinds)> = BTreeMap::new();
@@ -322,9 +322,7 @@ impl Recorders {
 
     /// A recorder without the settings of this shell.
     fn recorder(&self, crates: Crates) -> Command {
-        let mut recorder = Command::new(self.program(crates));
-        without_settings(&mut recorder);
-        recorder
+        recorder(self.program(crates))
     }
 
     fn equal(&self, base: &str, run: &str, stream: Stream, record: &str) -> Result<()> {
@@ -416,6 +414,13 @@ impl Recorders {
     }
 }
 
+/// A recorder without the settings of this shell.
+pub(crate) fn recorder(program: &Path) -> Command {
+    let mut recorder = Command::new(program);
+    without_settings(&mut recorder);
+    recorder
+}
+
 /// Takes away the settings for Dynamo that this shell has.
 fn without_settings(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
@@ -473,7 +478,7 @@ pub(crate) fn patched_tests(cache: &Cache) -> Result<Command> {
 }
 
 /// A built recorder, from the cache if nothing that goes into it has changed.
-fn build(cache: &Cache, crates: Crates) -> Result<PathBuf> {
+pub(crate) fn build(cache: &Cache, crates: Crates, profile: Profile) -> Result<PathBuf> {
     let (name, mut key) = match crates {
         Crates::Registry => (
             "kvdelta-recorder-unpatched",
@@ -489,17 +494,18 @@ fn build(cache: &Cache, crates: Crates) -> Result<PathBuf> {
         let name = file.strip_prefix(folder())?.to_string_lossy().into_owned();
         key = key.part(&name, &text);
     }
+    if let Some(flag) = profile.flag() {
+        key = key.part("profile", flag.as_bytes());
+    }
     let entry = cache.entry(name, &key, |entry| {
+        let mut build = cargo(cache, "build", crates)?;
+        build.args(profile.flag());
         let log = cache.folder("logs")?.join(format!("{name}.log"));
-        command::logged(
-            &format!("{name} (about 850 crates when cold)"),
-            cargo(cache, "build", crates)?,
-            &log,
-        )?;
+        command::logged(&format!("{name} (about 850 crates when cold)"), build, &log)?;
         if crates == Crates::Patched {
             check_versions(&fs::read_to_string(copy(cache)?.join("Cargo.lock"))?)?;
         }
-        let built = frontend::target(cache)?.join("debug").join(NAME);
+        let built = frontend::target(cache)?.join(profile.folder()).join(NAME);
         fs::copy(&built, entry.join(NAME))
             .with_context(|| format!("cannot copy {}", built.display()))?;
         Ok(())

@@ -8,10 +8,12 @@
 mod cards;
 mod names;
 mod record;
+mod requests;
 mod scheduler;
 mod stack;
 mod worker;
 
+use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -19,7 +21,7 @@ use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 use kvdelta_recorder::settings::{self, Settings};
 
-use crate::record::{Lines, Record};
+use crate::record::Record;
 use crate::stack::Routing;
 
 /// Records what Dynamo's router chooses and sends for seeded streams of requests.
@@ -52,6 +54,16 @@ enum Command {
         /// How the frontend routes.
         #[arg(long)]
         routing: Routing,
+    },
+    /// Times requests through a whole frontend with workers that answer at once, and writes JSON.
+    Requests {
+        #[command(flatten)]
+        options: Options,
+        #[command(flatten)]
+        model: Model,
+        /// Requests of each kind.
+        #[arg(long, default_value_t = 100)]
+        count: usize,
     },
     /// Reads model cards that another build wrote and records what comes of each.
     ReadCards {
@@ -89,8 +101,8 @@ struct Options {
 
 fn main() -> ExitCode {
     match run(Cli::parse().command) {
-        Ok(lines) => {
-            println!("{lines}");
+        Ok(said) => {
+            println!("{said}");
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -100,7 +112,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> Result<Lines> {
+fn run(command: Command) -> Result<String> {
     let mut record;
     match command {
         Command::Scheduler(options) => {
@@ -128,12 +140,23 @@ fn run(command: Command) -> Result<Lines> {
             let model = settings::write_model(&model.folder)?;
             stack::record(&settings, routing, &model, options.seed, &mut record)?;
         }
+        Command::Requests {
+            options,
+            model,
+            count,
+        } => {
+            let settings = options.settings()?;
+            let model = settings::write_model(&model.folder)?;
+            let cases = requests::measure(&settings, &model, options.seed, count)?;
+            fs::write(&options.out, serde_json::to_string(&cases)?)?;
+            return Ok(format!("{} kinds of requests", cases.len()));
+        }
         Command::ReadCards { cards, out } => {
             record = Record::create(&out)?;
             cards::read(&cards, &mut record)?;
         }
     }
-    record.finish()
+    Ok(record.finish()?.to_string())
 }
 
 impl Options {

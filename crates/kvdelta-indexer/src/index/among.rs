@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use rustc_hash::FxHashMap;
 
 use super::node::NONE;
+use super::query::Walk;
 use super::tree::{Index, Tree};
 use crate::hash::Prompt;
 use crate::ids::{EngineHash, Tier, WorkerRank};
@@ -128,19 +129,23 @@ impl Index {
         let tree = &self.tree;
         among.clear();
         // While it stands, what the walk found is not used for anything else.
-        let _pinned = crossbeam_epoch::pin();
-        let found = tree.walk_all(prompt);
-        among.look_up(tree);
-        found.for_each(tree, prompt, |holder, end| {
-            let place = among.place_of_holder.get(holder as usize);
-            if let Some(place) = place
-                && let Some(blocks) = among.blocks.get_mut(*place as usize)
-                && let Some(last) = among.last.get_mut(*place as usize)
-            {
-                *blocks = end.walked;
-                *last = end.last;
-            }
-        });
+        let mut _pinned = None;
+        if tree.begins(prompt) {
+            _pinned = Some(crossbeam_epoch::pin());
+            let mut walk = Walk::new();
+            tree.walk_all(prompt, &mut walk);
+            among.look_up(tree);
+            walk.for_each(tree, prompt, |holder, end| {
+                let place = among.place_of_holder.get(holder as usize);
+                if let Some(place) = place
+                    && let Some(blocks) = among.blocks.get_mut(*place as usize)
+                    && let Some(last) = among.last.get_mut(*place as usize)
+                {
+                    *blocks = end.walked;
+                    *last = end.last;
+                }
+            });
+        }
         ask(FoundAmong { index: self, among })
     }
 }

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::Overlap;
 use super::node::{NONE, Node, ROOT, Word, low_bits};
@@ -19,7 +19,7 @@ const WALKS: usize = 4;
 /// Groups of 32 holders for which a walk needs no allocation.
 const GROUPS: usize = 16;
 /// Different ends of a group's holders for which it needs none.
-const LEVELS: usize = 16;
+const LEVELS: usize = 8;
 
 impl Index {
     /// What every rank holds of the prompt, in no order. Ranks that hold nothing are left out.
@@ -46,10 +46,12 @@ impl Index {
             return;
         }
         let _pinned = crossbeam_epoch::pin();
+        let mut walk = Walk::new();
+        tree.walk_all(prompt, &mut walk);
+        all.reserve(walk.holders());
         let one_name = tree.other_names.is_empty();
         let mut last = (NONE, EngineHash(0));
-        let found = tree.walk_all(prompt);
-        found.for_each(tree, prompt, |holder, end| {
+        walk.for_each(tree, prompt, |holder, end| {
             let Some(cells) = tree.holders.get(holder) else {
                 return;
             };
@@ -93,14 +95,38 @@ struct Place<'a> {
 }
 
 /// How far a holder came: the blocks that it holds, and which the last one is.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct End {
     pub(super) walked: usize,
     pub(super) last: u32,
 }
 
 /// Those of a group of holders that came equally far.
-type Level = (usize, u32, End);
+#[derive(Clone, Copy)]
+struct Level {
+    group: u32,
+    holders: u32,
+    end: End,
+}
+
+impl Level {
+    fn of(group: u32, holders: u32, end: End) -> Self {
+        Self {
+            group,
+            holders,
+            end,
+        }
+    }
+}
+
+/// A group of holders on its way.
+#[derive(Clone, Copy)]
+struct Group {
+    /// Those that hold all blocks so far; before the first node, all.
+    active: u32,
+    /// Those that hold all blocks of the node at hand that the prompt has.
+    whole: u32,
+}
 
 impl End {
     /// `held` blocks of `node` further.
@@ -127,14 +153,13 @@ impl Tree {
         first.is_some_and(|first| self.child(ROOT, 0, *first).is_some())
     }
 
-    /// All holders that hold any of the prompt, and how far they come.
-    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>) -> Found {
+    /// Walks all holders through the prompt.
+    pub(super) fn walk_all(&self, prompt: &mut Prompt<'_>, walk: &mut Walk) {
         let done = self.removals_done.load(Ordering::Acquire);
         let Some(mut place) = self.first(prompt) else {
-            return Found::default();
+            return;
         };
-        let groups = self.holders_end.load(Ordering::Acquire).div_ceil(32) as usize;
-        let mut walk = Walk::new(groups);
+        walk.begin(self.holders_end.load(Ordering::Acquire).div_ceil(32) as usize);
         while walk.step(self, &place) {
             match self.after(&place, walk.end.walked, prompt) {
                 Some(next) => place = next,
@@ -144,10 +169,7 @@ impl Tree {
         walk.finish();
         fence(Ordering::Acquire);
         let begun = self.removals_begun.load(Ordering::Acquire);
-        Found {
-            levels: walk.found,
-            disturbed_since: (begun > done).then_some(done),
-        }
+        walk.disturbed_since = (begun > done).then_some(done);
     }
 
     /// `end`, unless the holder was removed from since `done`: then how far it comes now.
@@ -245,63 +267,39 @@ impl Tree {
     }
 }
 
-/// What a walk found.
-#[derive(Default)]
-pub(super) struct Found {
-    levels: SmallVec<[Level; LEVELS]>,
-    /// The last removal that was finished before the walk, if there were others before its end.
-    disturbed_since: Option<u64>,
-}
-
-impl Found {
-    /// Tells each holder, and how far it comes.
-    #[inline]
-    pub(super) fn for_each(
-        self,
-        tree: &Tree,
-        prompt: &mut Prompt<'_>,
-        mut tell: impl FnMut(u32, End),
-    ) {
-        for (group, mut holders, end) in self.levels {
-            let first = u32::try_from(group * 32).unwrap_or(NONE);
-            while holders != 0 {
-                let holder = first + holders.trailing_zeros();
-                holders &= holders - 1;
-                let now = match self.disturbed_since {
-                    None => Some(end),
-                    Some(done) => tree.undisturbed(holder, done, end, prompt),
-                };
-                if let Some(end) = now {
-                    tell(holder, end);
-                }
-            }
-        }
-    }
-}
-
 /// All holders on their way through one prompt.
-struct Walk {
-    /// By group: the holders that hold all blocks so far; before the first node, all.
-    active: SmallVec<[u32; GROUPS]>,
-    /// Groups with such holders.
+///
+/// Filled where it lies: it is too large to be handed around in nanoseconds.
+pub(super) struct Walk {
+    groups: SmallVec<[Group; GROUPS]>,
+    /// Groups with active holders.
     active_groups: usize,
-    /// By group: those that hold all blocks of the node at hand that the prompt has.
-    whole: SmallVec<[u32; GROUPS]>,
     /// Holders that fell behind, and how far they came.
     found: SmallVec<[Level; LEVELS]>,
     /// How far those came that did not.
     end: End,
+    /// The last removal that was finished before the walk, if there were others before its end.
+    disturbed_since: Option<u64>,
 }
 
 impl Walk {
-    fn new(groups: usize) -> Self {
+    pub(super) fn new() -> Self {
         Self {
-            active: smallvec![u32::MAX; groups],
-            active_groups: groups,
-            whole: smallvec![0; groups],
+            groups: SmallVec::new(),
+            active_groups: 0,
             found: SmallVec::new(),
             end: START,
+            disturbed_since: None,
         }
+    }
+
+    fn begin(&mut self, groups: usize) {
+        let group = Group {
+            active: u32::MAX,
+            whole: 0,
+        };
+        self.groups.resize(groups, group);
+        self.active_groups = groups;
     }
 
     /// Passes a node. Whether anybody holds all of its blocks that the prompt has.
@@ -320,7 +318,7 @@ impl Walk {
         let mut left = self.active_groups;
         for cell in node.cells(&tree.more) {
             if let Word::Whole { group, holders } = Word::unpack(cell.load(Ordering::Acquire))
-                && let Some(active) = self.active.get(group as usize)
+                && let Some(Group { active, .. }) = self.groups.get(group as usize)
                 && *active != 0
             {
                 if active & !holders != 0 {
@@ -338,56 +336,113 @@ impl Walk {
     #[inline(never)]
     fn some_hold_it(&mut self, tree: &Tree, place: &Place<'_>) -> bool {
         let need = low_bits(place.same);
-        self.whole.fill(0);
+        let groups = self.groups.as_mut_slice();
+        for group in &mut *groups {
+            group.whole = 0;
+        }
+        let mut alike = Level::of(0, 0, START);
+        let mut held_alike = 0;
         for cell in place.node.cells(&tree.more) {
             match Word::unpack(cell.load(Ordering::Acquire)) {
                 Word::Free => {}
                 Word::Whole { group, holders } => {
-                    if let Some(whole) = self.whole.get_mut(group as usize) {
-                        *whole |= holders;
+                    if let Some(group) = groups.get_mut(group as usize) {
+                        group.whole |= holders;
                     }
                 }
                 Word::Part { holder, blocks } => {
-                    let (group, bit) = (holder as usize / 32, 1 << (holder % 32));
-                    let Some(whole) = self.whole.get_mut(group) else {
+                    let (number, bit) = (holder / 32, 1 << (holder % 32));
+                    let Some(group) = groups.get_mut(number as usize) else {
                         continue;
                     };
                     if blocks & need == need {
-                        *whole |= bit;
+                        group.whole |= bit;
                         continue;
                     }
                     let held = blocks.trailing_ones();
-                    if let Some(active) = self.active.get_mut(group)
-                        && *active & bit != 0
-                        && held > 0
-                    {
-                        *active &= !bit;
-                        let end = self.end.further(place.node, held);
-                        self.found.push((group, bit, end));
+                    if group.active & bit != 0 && held > 0 {
+                        group.active &= !bit;
+                        // Many leave a node alike: as those do that hold a shared beginning and no more.
+                        if (alike.group, held_alike) == (number, held) {
+                            alike.holders |= bit;
+                        } else {
+                            report(&mut self.found, alike);
+                            let end = self.end.further(place.node, held);
+                            alike = Level::of(number, bit, end);
+                            held_alike = held;
+                        }
                     }
                 }
             }
         }
+        report(&mut self.found, alike);
         self.active_groups = 0;
-        for (group, (active, whole)) in self.active.iter_mut().zip(&self.whole).enumerate() {
-            let behind = *active & !*whole;
-            *active &= *whole;
-            if self.end.walked > 0 && behind != 0 {
-                self.found.push((group, behind, self.end));
+        for (group, number) in groups.iter_mut().zip(0..) {
+            let behind = group.active & !group.whole;
+            group.active &= group.whole;
+            if self.end.walked > 0 {
+                report(&mut self.found, Level::of(number, behind, self.end));
             }
-            self.active_groups += usize::from(*active != 0);
+            self.active_groups += usize::from(group.active != 0);
         }
         self.active_groups > 0
+    }
+
+    /// Holders that it tells.
+    fn holders(&self) -> usize {
+        let each = self.found.iter().map(|level| level.holders.count_ones());
+        each.sum::<u32>() as usize
+    }
+
+    /// Tells each holder, and how far it comes.
+    #[inline]
+    pub(super) fn for_each(
+        &self,
+        tree: &Tree,
+        prompt: &mut Prompt<'_>,
+        mut tell: impl FnMut(u32, End),
+    ) {
+        for level in &self.found {
+            let Level {
+                group,
+                mut holders,
+                end,
+            } = *level;
+            let first = group.saturating_mul(32);
+            while holders != 0 {
+                let holder = first + holders.trailing_zeros();
+                holders &= holders - 1;
+                let now = match self.disturbed_since {
+                    None => Some(end),
+                    Some(done) => tree.undisturbed(holder, done, end, prompt),
+                };
+                if let Some(end) = now {
+                    tell(holder, end);
+                }
+            }
+        }
     }
 
     fn finish(&mut self) {
         if self.end.walked == 0 {
             return;
         }
-        for (group, active) in self.active.iter().enumerate() {
-            if *active != 0 {
-                self.found.push((group, *active, self.end));
-            }
+        for (group, number) in self.groups.iter().zip(0..) {
+            report(&mut self.found, Level::of(number, group.active, self.end));
         }
+    }
+}
+
+/// Adds a level, to the last one where that is the same.
+#[inline]
+fn report(found: &mut SmallVec<[Level; LEVELS]>, level: Level) {
+    if level.holders == 0 {
+        return;
+    }
+    match found.last_mut() {
+        Some(last) if last.group == level.group && last.end == level.end => {
+            last.holders |= level.holders;
+        }
+        _ => found.push(level),
     }
 }
