@@ -4,6 +4,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use dynamo_kv_router::config::RouterConfigOverride;
@@ -85,6 +86,7 @@ impl Observed {
             weight,
             prefixes,
         };
+        observed.heard().await?;
         // Both routers know what each rank holds.
         for (number, prefix) in observed.prefixes.iter().enumerate() {
             let asked = longer(prefix, 0);
@@ -245,6 +247,31 @@ impl Observed {
         gate.reached_by(requests).await?;
         self.active(requests).await?;
         Ok(sent)
+    }
+
+    /// Waits until the router hears what the frontend books: it misses what was before it listened.
+    async fn heard(&self) -> Result<()> {
+        until("the frontend's bookings are heard", async || {
+            let gate = Gate::closed();
+            for worker in &self.fleet.decode {
+                worker.always(Script::slow(&gate));
+            }
+            let sent = self.fleet.send(Ask::new(&prompt(1, BLOCK)))?;
+            gate.reached_by(1).await?;
+            let mut active = 0;
+            for _ in 0..20 {
+                active = self.loads(&[]).await?.values().map(|load| load.2).sum();
+                if active == 1 {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            gate.open();
+            sent.answer().await?.complete()?;
+            Ok((active == 1).then_some(()).ok_or_else(String::new))
+        })
+        .await?;
+        self.active(0).await
     }
 
     /// Waits until the router knows of as many running requests, and prefill has none.
