@@ -87,6 +87,25 @@ fn a_worker_that_restarts_has_nothing() -> Result<()> {
 }
 
 #[test]
+fn what_a_worker_says_after_it_left_counts_for_nothing() -> Result<()> {
+    run(async |trace| {
+        let scene = Scene::start(&trace, pair(Spec::cuts())?).await?;
+        let (fleet, holder) = (&scene.fleet, scene.holder().clone());
+        let late = prompt(5, HELD * BLOCK);
+        holder.leave();
+        // Told or not, by then nobody listens.
+        let _ = hold(&holder, 0, &late);
+        fleet.unrouted(0, &holder).await?;
+        for asked in [&scene.prefix, &late, &late] {
+            fleet.ask(Ask::new(&longer(asked, 1))).await?.complete()?;
+            assert_eq!(scene.prefill().received().last().unwrap().claim(), None);
+        }
+        assert_eq!(fleet.decode[1].received().len(), 3);
+        scene.at_rest().await
+    })
+}
+
+#[test]
 fn events_that_cannot_be_recovered_make_no_claim() -> Result<()> {
     run(async |trace| {
         let spec = Spec {

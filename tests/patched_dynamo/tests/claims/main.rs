@@ -12,6 +12,7 @@ mod leaving;
 mod mixed;
 mod parts;
 mod paths;
+mod query;
 mod races;
 mod saying;
 mod scene;

@@ -6,8 +6,10 @@ use anyhow::{Context, Result, ensure};
 use dynamo_runtime::error::ErrorClass;
 use serde_json::json;
 
-use crate::fleet::{Ask, Gate, Outcome, Script, Spec, Step, Trace, Worker, prompt, run};
-use crate::scene::{HELD, Scene, is_claim, longer, pair, voided};
+use crate::fleet::{
+    Ask, Builder, Gate, Outcome, Received, Script, Spec, Step, Trace, Worker, prompt, run, until,
+};
+use crate::scene::{HELD, Scene, WEIGHT, is_claim, longer, pair, voided};
 
 /// What becomes of the worker of a claim while prefill runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -158,10 +160,57 @@ fn a_worker_that_refuses_is_replaced() -> Result<()> {
 }
 
 #[test]
+fn a_worker_that_is_not_eligible_any_more_is_replaced() -> Result<()> {
+    for prefill in [Spec::default(), Spec::cuts()] {
+        run(async |trace| {
+            let tainted = |spec: Spec| Spec {
+                taints: vec!["fast".to_owned()],
+                ..spec
+            };
+            let again = usize::from(prefill.cuts);
+            let builder = Builder::new(WEIGHT)?
+                .prefill(1, tainted(prefill.clone()))
+                .decode(2, tainted(Spec::claims()))
+                .migrations(0);
+            let scene = Scene::start(&trace, builder).await?;
+            let (fleet, holder) = (&scene.fleet, scene.holder());
+            let on_fast =
+                |ask: Ask| ask.nvext("routing_constraints", json!({"required_taints": ["fast"]}));
+            let gate = Gate::closed();
+            scene.prefill().next(Script::slow(&gate));
+            let sent = fleet.send(on_fast(scene.ask(1)))?;
+            gate.reached_by(1).await?;
+            is_claim(&scene.prefill().received()[0], holder, 0, HELD)?;
+            holder.taint(&["slow"]).await?;
+            until("the frontend knows", async || {
+                let ask = on_fast(scene.ask(2)).decode(holder, 0).query_only();
+                let answer = fleet.ask(ask).await?;
+                Ok(if answer.status == 200 {
+                    Err(answer.body)
+                } else {
+                    Ok(())
+                })
+            })
+            .await?;
+            gate.open();
+            sent.answer().await?.complete()?;
+            assert_eq!(voided(&trace), ["worker_not_eligible"]);
+            assert!(holder.received().is_empty());
+            assert_eq!(scene.prefill().received().len(), 1 + again);
+            // Who does not ask for it is sent there as before.
+            fleet.ask(scene.ask(3)).await?.complete()?;
+            assert_eq!(holder.received().len(), 1);
+            scene.at_rest().await
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
 fn a_worker_alone_is_not_replaced_and_the_request_ends() -> Result<()> {
     for prefill in [Spec::default(), Spec::cuts()] {
         run(async |trace| {
-            let builder = crate::fleet::Builder::new(crate::scene::WEIGHT)?
+            let builder = Builder::new(WEIGHT)?
                 .prefill(1, prefill.clone())
                 .decode(1, Spec::claims());
             let scene = Scene::start(&trace, builder).await?;
@@ -252,19 +301,28 @@ fn without_migrations_an_answer_that_breaks_off_is_an_error() -> Result<()> {
 #[test]
 fn many_claims_of_a_lost_worker_all_go_on() -> Result<()> {
     run(async |trace| {
-        let scene = Scene::start(&trace, pair(Spec::cuts())?.migrations(0)).await?;
+        let builder = pair(Spec::cuts())?
+            .migrations(0)
+            .frontends(2)
+            .router(|router| router.kv_router_config.router_queue_threshold = None);
+        let scene = Scene::start(&trace, builder).await?;
         let (fleet, holder) = (&scene.fleet, scene.holder());
         let gate = Gate::closed();
         scene.prefill().always(Script::slow(&gate));
         let sent: Vec<_> = (0..8)
-            .map(|number| fleet.send(Ask::new(&longer(&scene.prefix, number))))
+            .map(|number| {
+                let ask = Ask::new(&longer(&scene.prefix, number));
+                fleet.send_to(usize::from(number % 2 == 1), ask)
+            })
             .collect::<Result<_>>()?;
         gate.reached_by(8).await?;
         let first = scene.prefill().received();
         let claims = claims_of(holder, &first);
         ensure!(claims > 0, "nobody chose the holder");
         holder.leave();
-        fleet.unrouted(0, holder).await?;
+        for frontend in 0..2 {
+            fleet.unrouted(frontend, holder).await?;
+        }
         gate.open();
         for sent in sent {
             sent.answer().await?.complete()?;
@@ -276,7 +334,7 @@ fn many_claims_of_a_lost_worker_all_go_on() -> Result<()> {
     })
 }
 
-fn claims_of(worker: &Worker, received: &[crate::fleet::Received]) -> usize {
-    let of = |got: &&crate::fleet::Received| got.claimed("decode_worker_id") == Some(worker.id);
+fn claims_of(worker: &Worker, received: &[Received]) -> usize {
+    let of = |got: &&Received| got.claimed("decode_worker_id") == Some(worker.id);
     received.iter().filter(of).count()
 }

@@ -2,13 +2,16 @@
 
 //! A fleet of workers, and the frontends that route to it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
 use anyhow::{Context as _, Result, ensure};
 use dynamo_kv_router::KvRouterConfig;
+use dynamo_llm::discovery::ModelManager;
 use dynamo_llm::entrypoint::RouterConfig;
+use dynamo_llm::kv_router::KvRouter;
 use dynamo_llm::kv_router::plugins::install_router_plugin_registry;
 use dynamo_llm::worker_type::WorkerType;
 use dynamo_runtime::pipeline::RouterMode;
@@ -21,7 +24,7 @@ use super::engine::PROBE;
 use super::ledger::Ledger;
 use super::run::until;
 use super::trace::{Line, Trace};
-use super::worker::{Common, Spec, Worker};
+use super::worker::{Common, Spec, Worker, endpoint};
 
 /// Frontends of one process share the table of policies, and the gauges of loads by worker.
 static POLICIES: LazyLock<std::result::Result<(), String>> = LazyLock::new(|| {
@@ -198,6 +201,36 @@ impl Fleet {
         Ok(())
     }
 
+    /// Another router of the decode workers, without a frontend, and its id.
+    pub(crate) async fn observer(&self) -> Result<(u64, Arc<KvRouter>)> {
+        let runtime = self.distributed().await?;
+        let endpoint = endpoint(&runtime, &self.name, WorkerType::Decode)?;
+        let router = ModelManager::new()
+            .kv_chooser_for_with_worker_role(
+                &endpoint,
+                self.decode[0].spec.block_tokens,
+                Some(self.router.kv_router_config.clone()),
+                None,
+                Some(WorkerType::Decode),
+                WorkerType::Decode.as_str(),
+                Some(self.name.clone()),
+                false,
+            )
+            .await?;
+        Ok((runtime.connection_id(), router))
+    }
+
+    /// Bookings and their changes that were heard of: how many events, which requests of which
+    /// worker, and of which routers.
+    pub(crate) fn heard(&self) -> Result<(usize, BTreeMap<String, u64>, BTreeSet<u64>)> {
+        let bookings = self.ledger()?.bookings();
+        let open = bookings.open.into_iter();
+        let open =
+            open.map(|((router, role, id), worker)| (format!("{router} {role} {id}"), worker));
+        let routers = bookings.heard.into_iter().map(|(router, _)| router);
+        Ok((bookings.events, open.collect(), routers.collect()))
+    }
+
     async fn distributed(&self) -> Result<DistributedRuntime> {
         distributed(&Runtime::from_current()?, Path::new(&self.discovery)).await
     }
@@ -267,6 +300,25 @@ impl Fleet {
     /// A frontend's metrics.
     pub(crate) async fn metrics(&self, frontend: usize) -> Result<Metrics> {
         Metrics::read(&self.frontend(frontend)?.client).await
+    }
+
+    /// The first frontend's gauges of loads and queues of this fleet, in order.
+    pub(crate) async fn gauges(&self) -> Result<Vec<String>> {
+        let metrics = self.metrics(0).await?;
+        let mut gauges = Vec::new();
+        for worker in self.prefill.iter().chain(&self.decode) {
+            for name in [DECODE_BLOCKS, PREFILL_TOKENS] {
+                for (series, value) in metrics.of(name, &[("worker_id", &worker.id.to_string())])? {
+                    gauges.push(format!("{series} {value}"));
+                }
+            }
+        }
+        gauges.push(format!(
+            "{}",
+            metrics.sum(QUEUED, &[("model", &self.name)])?
+        ));
+        gauges.sort();
+        Ok(gauges)
     }
 
     /// What the routers count as load of a worker: blocks of a decode worker, prompt tokens of a

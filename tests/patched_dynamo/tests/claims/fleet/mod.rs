@@ -15,7 +15,7 @@ mod worker;
 pub(crate) use ask::{Answer, Ask, Sent};
 pub(crate) use deployment::{Builder, Fleet, prompt};
 pub(crate) use engine::{Outcome, Received};
-pub(crate) use run::run;
+pub(crate) use run::{run, until};
 pub(crate) use script::{Gate, Script, Step};
 pub(crate) use trace::Trace;
 pub(crate) use worker::{Spec, Worker, capability};

@@ -21,6 +21,7 @@ use dynamo_llm::local_model::runtime_config::{DisaggregatedEndpoint, ModelRuntim
 use dynamo_llm::model_type::{ModelInput, ModelType};
 use dynamo_llm::worker_type::WorkerType;
 use dynamo_runtime::component::{Endpoint, StartedEndpoint};
+use dynamo_runtime::discovery::ModelCardInstanceId;
 use dynamo_runtime::pipeline::network::Ingress;
 use dynamo_runtime::{DistributedRuntime, Runtime};
 use kvdelta_recorder::deployment::distributed;
@@ -31,6 +32,7 @@ use super::engine::{Engine, Received, State, lock};
 use super::run::{LIMIT, workers};
 use super::script::Script;
 
+const ENDPOINT: &str = "generate";
 /// Where a decode worker says that it settles claims.
 const CAPABILITY_KEY: &str = "decode_cache_info";
 /// The domain in which a worker's zone stands.
@@ -165,6 +167,7 @@ pub(crate) struct Worker {
     state: Arc<State>,
     events: Vec<KvEventPublisher>,
     runtime: DistributedRuntime,
+    namespace: String,
     gone: Mutex<bool>,
     _endpoint: StartedEndpoint,
 }
@@ -178,7 +181,7 @@ pub(super) fn endpoint(
     Ok(runtime
         .namespace(namespace)?
         .component(role.as_str())?
-        .endpoint("generate"))
+        .endpoint(ENDPOINT))
 }
 
 impl Worker {
@@ -216,6 +219,7 @@ impl Worker {
             state,
             events,
             runtime,
+            namespace: common.namespace.to_owned(),
             gone: Mutex::new(false),
             _endpoint: endpoint,
         })
@@ -370,6 +374,22 @@ impl Worker {
         };
         let sent = events.publish_with_storage_tier(event, tier);
         sent.map_err(|_| anyhow!("{}: its KV events ended", self.name()))
+    }
+
+    /// Tells discovery its taints anew.
+    pub(crate) async fn taint(&self, taints: &[&str]) -> Result<()> {
+        let card = ModelCardInstanceId {
+            namespace: self.namespace.clone(),
+            component: self.role.as_str().to_owned(),
+            endpoint: ENDPOINT.to_owned(),
+            instance_id: self.id,
+            model_suffix: None,
+        };
+        let taints = taints.iter().map(|taint| (*taint).to_owned()).collect();
+        self.runtime
+            .discovery()
+            .update_model_taints(card, taints)
+            .await
     }
 
     /// Dies as a killed process does: what it runs and what it is sent from now on ends without an
