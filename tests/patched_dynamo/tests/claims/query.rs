@@ -279,11 +279,12 @@ impl Observed {
         until("the other router knows what runs", async || {
             let loads = self.loads(&[]).await?;
             let active: usize = loads.values().map(|(_, _, active)| active).sum();
-            let open = self.fleet.heard()?.1.len();
-            Ok(if (active, open) == (requests, requests) {
+            let open = self.fleet.heard()?.1;
+            let of_decode = open.keys().filter(|key| key.contains(" decode ")).count();
+            Ok(if [active, open.len(), of_decode] == [requests; 3] {
                 Ok(())
             } else {
-                Err(format!("{active} active, {open} booked, {requests} run"))
+                Err(format!("{active} active, booked {open:?}, {requests} run"))
             })
         })
         .await
