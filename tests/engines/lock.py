@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make requirements.lock and tools.lock again.
+"""Make requirements.lock, tools.lock and pytest.lock again.
 
     python lock.py [--upgrade]
 
@@ -94,14 +94,15 @@ def write(name: str, extra: list[str], left_out: frozenset[str], *, upgrade: boo
 
 
 def main() -> None:
-    """Write both locks; mypy checks against the engines' NumPy and safetensors."""
+    """Write the locks; mypy checks against the engines' NumPy and safetensors."""
     parser = argparse.ArgumentParser(description="Make the locks of tests/engines again.")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that fit")
     upgrade: bool = parser.parse_args().upgrade
     overrides = ["--override", str(HERE / "overrides.txt")]
     write("requirements", overrides, names(HERE / "excludes.txt"), upgrade=upgrade)
     shared = ["--constraints", str(HERE / "requirements.lock"), *overrides]
-    write("tools", shared, frozenset(), upgrade=upgrade)
+    for name in ("tools", "pytest"):
+        write(name, shared, frozenset(), upgrade=upgrade)
 
 
 if __name__ == "__main__":

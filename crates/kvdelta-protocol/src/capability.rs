@@ -1,7 +1,8 @@
 //! What a decode worker advertises in its runtime data.
 
 use kvdelta_indexer::BlockSize;
-use serde::{Deserialize, Serialize};
+use serde::de::IgnoredAny;
+use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
 use crate::decode_cache_info::VERSION;
@@ -14,18 +15,18 @@ pub const CAPABILITY_KEY: &str = "decode_cache_info";
 /// Unknown fields are ignored, so that a later worker can say more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capability {
-    /// The highest version of `DecodeCacheInfo` that its connector settles.
+    /// The highest version of `DecodeCacheInfo` that its connector settles, and all below it.
     pub version: u32,
     /// Tokens in a block of its cache.
     pub block_size: BlockSize,
     /// Whether it looks prompts up in its cache at all.
     pub prefix_caching: bool,
-    /// Kinds of its cache groups, one entry each.
+    /// Kinds of its cache groups, an entry for each group.
     pub cache_groups: Vec<CacheGroup>,
 }
 
-/// A kind of KV cache group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A kind of KV cache group; whatever else a later worker writes for one is [`CacheGroup::Unknown`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum CacheGroup {
@@ -37,9 +38,29 @@ pub enum CacheGroup {
     SlidingWindow,
     /// A state, not a list of blocks.
     Mamba,
-    /// A kind that this reader does not know.
-    #[serde(other)]
+    /// A kind that this reader does not know, or that the worker could not tell.
     Unknown,
+}
+
+impl<'de> Deserialize<'de> for CacheGroup {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Said {
+            Name(String),
+            Other(IgnoredAny),
+        }
+        Ok(match Said::deserialize(deserializer)? {
+            Said::Name(name) => match name.as_str() {
+                "full_attention" => Self::FullAttention,
+                "mla_attention" => Self::MlaAttention,
+                "sliding_window" => Self::SlidingWindow,
+                "mamba" => Self::Mamba,
+                _ => Self::Unknown,
+            },
+            Said::Other(_) => Self::Unknown,
+        })
+    }
 }
 
 /// Why a worker gets no claims.

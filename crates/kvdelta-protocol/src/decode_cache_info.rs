@@ -1,6 +1,7 @@
 //! The claim: what a decode worker is believed to hold of a prompt.
 
 use kvdelta_indexer::{BlockSize, DpRank, EngineHash, WorkerId, WorkerRank};
+use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer, Serialize};
 use thiserror::Error;
 
@@ -99,15 +100,24 @@ impl DecodeCacheInfo {
     }
 }
 
-/// For `#[serde(deserialize_with)]` of an optional claim: one that cannot be read, or of another version,
-/// is none, so that a request is never refused for it.
+/// For `#[serde(default, deserialize_with)]` of an optional claim: one that cannot be read, or is of another
+/// version, is none, so that a request is never refused for it.
 ///
 /// # Errors
 /// None of its own: those of a format whose next value cannot be had at all.
 pub fn deserialize_known<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<DecodeCacheInfo>, D::Error> {
-    let value = Option::<serde_json::Value>::deserialize(deserializer)?;
-    let claim = value.and_then(|value| serde_json::from_value::<DecodeCacheInfo>(value).ok());
-    Ok(claim.filter(|claim| claim.version == VERSION))
+    match Sent::deserialize(deserializer)? {
+        Sent::Claim(claim) if claim.version == VERSION => Ok(Some(claim)),
+        Sent::Claim(_) | Sent::Other(_) => Ok(None),
+    }
+}
+
+/// Whatever stands where a claim may; of any format, so not by way of a JSON value.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Sent {
+    Claim(DecodeCacheInfo),
+    Other(IgnoredAny),
 }

@@ -138,7 +138,8 @@ impl Key {
         Ok(self.part(&name, &bytes))
     }
 
-    fn hex(&self) -> String {
+    /// All of it, in hexadecimal.
+    pub(crate) fn hex(&self) -> String {
         hex(&self.0.clone().finalize())
     }
 

@@ -20,12 +20,15 @@ use tokio::sync::{Mutex, Semaphore};
 use crate::cache::{Cache, project_root};
 use crate::client::{Answer, Client, grown};
 use crate::env;
-use crate::fleet::{self, Aggregated, BLOCK_SIZE, DISCOVERY, Fleet, MAX_TOKENS, MODEL, Parts};
+use crate::fleet::{
+    self, Aggregated, BLOCK_SIZE, DISCOVERY, EngineSetup, Fleet, MAX_TOKENS, MODEL, Parts, Workers,
+};
 use crate::frontend;
 use crate::interrupt;
 use crate::outputs::{Reference, Tally, Verdict, compare};
 use crate::progress::{Step, say};
 use crate::report::{Kill, Measured, Report, Routing, Run, median};
+use crate::workers;
 use crate::workload::{self, Planned, Shape, Workload};
 
 /// Bytes that NIXL moved into a decode worker.
@@ -100,6 +103,9 @@ pub(crate) struct Options {
     /// Also kill a decode worker in the middle of requests, and start it again.
     #[arg(long)]
     pub(crate) kill_decode: bool,
+    /// Run the workers with the patched Python packages in place of the installed ones.
+    #[arg(long)]
+    pub(crate) patched_workers: bool,
     /// Also ask `kvdelta doctor` about every run.
     #[arg(long)]
     pub(crate) doctor: bool,
@@ -230,10 +236,16 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     }
     let began = Instant::now();
     let python = env::engines(cache)?;
+    let workers = match options.patched_workers {
+        true => Workers::Patched(workers::overlay(cache, &python)?.context(workers::NONE)?),
+        false => Workers::Stock,
+    };
     let parts = Parts {
         model: env::model(cache, &python)?,
         frontend: frontend::build(cache, frontend::Profile::Dev)?,
+        workers,
         python,
+        engines: EngineSetup::default(),
     };
     say(format!("set-up: {:.1} s", began.elapsed().as_secs_f64()));
     let began = Instant::now();

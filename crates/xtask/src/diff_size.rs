@@ -174,6 +174,7 @@ fn helper() {}
             "lib/x/tests/a.rs",
             "lib/x/src/a/tests.rs",
             "tests/data/a.yaml",
+            "components/src/dynamo/vllm/tests/test_a.py",
         ] {
             assert_eq!(size(path, &[1, 2], &[1]).tests, lines(2, 1), "{path}");
         }
@@ -184,6 +185,7 @@ fn helper() {}
             "lib/x/benches/a.rs",
             "lib/x/Cargo.toml",
             "lib/x/src/latests.rs",
+            "components/src/dynamo/vllm/handlers.py",
         ] {
             let size = size(path, &[1, 2], &[1]);
             assert_eq!(size.source, lines(2, 1), "{path}");

@@ -10,6 +10,9 @@ use anyhow::{Context, Result, bail};
 
 use crate::cache::{Cache, Key, project_root, sha256};
 use crate::command;
+use crate::progress::say;
+use crate::upstream::copy_python;
+use crate::workers;
 
 /// The lock files hold wheels of this Python alone.
 const PYTHON_VERSION: &str = "3.11";
@@ -22,6 +25,10 @@ pub(crate) fn run(cache: &Cache) -> Result<ExitCode> {
     println!("engines  {}", engines.display());
     println!("model    {}", model.display());
     println!("protoc   {}", protoc(cache)?.display());
+    match workers::overlay(cache, &engines)? {
+        Some(overlay) => println!("workers  {}", overlay.display()),
+        None => say(workers::NONE),
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -73,6 +80,66 @@ pub(crate) fn tools(cache: &Cache) -> Result<PathBuf> {
             ])
             .arg(lock);
         Ok(install)
+    })
+}
+
+/// The folder of pytest and what it needs, to go before the engines' packages in PYTHONPATH.
+pub(crate) fn pytest(cache: &Cache) -> Result<PathBuf> {
+    let uv = tools(cache)?;
+    let lock = engines_folder().join("pytest.lock");
+    cache.entry("python-pytest", &Key::new().file(&lock)?, |folder| {
+        let mut install = Command::new(&uv);
+        install
+            .args([
+                "-m",
+                "uv",
+                "pip",
+                "install",
+                "--no-deps",
+                "--require-hashes",
+            ])
+            .arg("--python")
+            .arg(&uv)
+            .arg("--target")
+            .arg(folder)
+            .arg("-r")
+            .arg(&lock)
+            .env("UV_CACHE_DIR", cache.folder("uv")?);
+        let log = cache.folder("logs")?.join("python-pytest.log");
+        command::logged("pytest", install, &log)
+    })
+}
+
+/// A folder with the Python files of a wheel. It is fetched, or taken from uv's cache, as the engines' packages
+/// are: uv refuses one whose checksum is not `sha256`.
+pub(crate) fn wheel(cache: &Cache, name: &str, version: &str, sha256: &str) -> Result<PathBuf> {
+    let requirement = format!("{name}=={version} --hash=sha256:{sha256}\n");
+    let key = Key::new().part("requirement", requirement.as_bytes());
+    cache.entry(&format!("wheel-{name}"), &key, |folder| {
+        let scratch = tempfile::tempdir()?;
+        let (lock, unpacked) = (scratch.path().join("lock"), scratch.path().join("unpacked"));
+        fs::write(&lock, &requirement)?;
+        let python = tools(cache)?;
+        let mut install = Command::new(&python);
+        install
+            .args([
+                "-m",
+                "uv",
+                "pip",
+                "install",
+                "--no-deps",
+                "--require-hashes",
+            ])
+            .args(["--no-build", "--link-mode", "copy", "--python"])
+            .arg(&python)
+            .arg("--target")
+            .arg(&unpacked)
+            .arg("-r")
+            .arg(&lock)
+            .env("UV_CACHE_DIR", cache.folder("uv")?);
+        let log = cache.folder("logs")?.join(format!("wheel-{name}.log"));
+        command::logged(&format!("{name} {version}"), install, &log)?;
+        copy_python(&unpacked, folder)
     })
 }
 

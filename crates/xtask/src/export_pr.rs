@@ -16,21 +16,13 @@ use crate::command;
 use crate::diff_size::DiffSize;
 use crate::frontend;
 use crate::patch;
+use crate::phase::Phase;
 use crate::pr_text::{self, Expected, Facts, Header};
 use crate::progress::say;
 use crate::upstream::Pins;
 use crate::upstream_counts::Results;
 use crate::upstream_tests::{Plan, with_tested_tree};
 
-/// Lines that a phase's patch may have outside tests, new crates and docs; phases without an
-/// entry have no limit.
-const LINE_LIMITS: [(usize, usize); 1] = [(1, 150)];
-/// The crates of this repository that come with a phase.
-const CRATES: [(usize, &[&str]); 3] = [
-    (1, &["kvdelta-indexer"]),
-    (2, &["kvdelta-overlap", "kvdelta-protocol"]),
-    (3, &["kvdelta-transfer"]),
-];
 /// What cargo adds to a package; the repository has none of it.
 const OF_THE_PACKAGE: [&str; 4] = [
     "Cargo.toml",
@@ -38,6 +30,8 @@ const OF_THE_PACKAGE: [&str; 4] = [
     ".cargo_vcs_info.json",
     ".cargo-ok",
 ];
+/// What a wheel has and the repository has not.
+const OF_THE_WHEEL: &str = "_version.py";
 /// The repository's manifest, in a package.
 const REPOSITORY_MANIFEST: &str = "Cargo.toml.orig";
 
@@ -46,7 +40,7 @@ const REPOSITORY_MANIFEST: &str = "Cargo.toml.orig";
 #[command(after_help = "Examples:
   cargo xtask export-pr --phase 1                     the tree of the pinned crates with phase 1
   cargo xtask export-pr --phase 1 --onto ../dynamo    onto a checkout of Dynamo v1.6.1
-  cargo xtask export-pr --phase 2 --onto ../dynamo --with-earlier
+  cargo xtask export-pr --phase 2a --onto ../dynamo --with-earlier
   cargo xtask test --each-patch --json results.json &&
     cargo xtask export-pr --phase 1 --onto ../dynamo --results results.json
 
@@ -55,16 +49,16 @@ The text (title, empty line, body) fits
 
 Exit codes: 0 done, 1 refused or the patch is longer than its limit, 2 an option that cannot be read.")]
 pub(crate) struct Options {
-    /// The phase: its patch is the one at this place of the series, counted from 1.
-    #[arg(long, value_name = "N")]
-    phase: usize,
+    /// The phase: 1, 2a, 2b, 3 or 4, of which the series has the first ones.
+    #[arg(long)]
+    phase: Phase,
     /// A checkout of Dynamo, or a clean tree of it, that has the phases before this one.
     #[arg(long, value_name = "DIR")]
     onto: Option<PathBuf>,
     /// Apply the phases before this one as well where they are missing.
     #[arg(long, requires = "onto")]
     with_earlier: bool,
-    /// Without --onto: write the tree to this folder, which must not exist [dynamo-phase-N].
+    /// Without --onto: write the tree to this folder, which must not exist [dynamo-phase-PHASE].
     #[arg(long, value_name = "DIR", conflicts_with = "onto")]
     out: Option<PathBuf>,
     /// Write the pull request's text to this file, which must not exist [PR.md beside the tree].
@@ -79,7 +73,7 @@ pub(crate) struct Options {
 }
 
 /// Runs `cargo xtask export-pr`.
-pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
+pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     let default_out = PathBuf::from(format!("dynamo-phase-{}", options.phase));
     let tree = options
         .onto
@@ -107,7 +101,7 @@ pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
     };
     pr_text::check_signoff(&signoff)?;
     let results = options.results.as_deref().map(read_results).transpose()?;
-    let sources = Sources::of_phase(options.phase)?;
+    let sources = Sources::of_phase(cache, options.phase)?;
     let text = sources.text(results.as_ref(), &signoff)?;
     let writes = match options.onto {
         Some(_) => {
@@ -142,17 +136,16 @@ pub(crate) fn run(_: &Cache, options: &Options) -> Result<ExitCode> {
 }
 
 /// For `cargo xtask test`: every phase in turn onto a clean tree of the pinned sources gives, byte
-/// for byte, the Rust files that upstream's tests run on.
+/// for byte, the Rust and Python files that upstream's tests run on.
 pub(crate) fn check(cache: &Cache) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let tree = folder.path().join("dynamo");
     let series = patch::series()?;
     let pins = Pins::read()?;
-    for phase in 1..=series.len() {
-        let sources = Sources::of_phase(phase)?;
-        if phase == 1 {
-            Sources::unpatched()?.write_tree(&tree)?;
-        }
+    Sources::unpatched(cache)?.write_tree(&tree)?;
+    for place in 1..=series.len() {
+        let phase = Phase::at(place)?;
+        let sources = Sources::of_phase(cache, phase)?;
         for (path, contents) in sources.onto(&tree, false)? {
             write(&tree.join(path), &contents)?;
         }
@@ -162,20 +155,25 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
             pr_text::size_line(sources.size, sources.limit)
         ));
         sources.require_limit()?;
+        if place > 1 {
+            check_with_earlier(cache, &sources, &tree)?;
+        }
     }
     with_tested_tree(cache, |tested| {
+        let crates = pins.crates.iter().map(|pin| (&pin.path, "rs"));
+        let wheels = pins.wheels.iter().map(|wheel| (&wheel.path, "py"));
         let mut compared = 0;
-        for pin in &pins.crates {
-            let rust = |root: &Path| -> Result<BTreeSet<PathBuf>> {
-                let files = frontend::sources(&root.join(&pin.path))?;
-                files
-                    .iter()
-                    .filter(|path| path.extension().is_some_and(|rs| rs == "rs"))
-                    .map(|path| Ok(path.strip_prefix(root)?.to_owned()))
-                    .collect()
+        for (folder, extension) in crates.chain(wheels) {
+            let files = |root: &Path| -> Result<BTreeSet<PathBuf>> {
+                let files = relative_files(root, &root.join(folder))?.into_iter();
+                let is_source = |path: &PathBuf| {
+                    path.extension().is_some_and(|of| of == extension)
+                        && repository_path(path, &pins).is_some()
+                };
+                Ok(files.filter(is_source).collect())
             };
-            let exported = rust(&tree)?;
-            if let Some(path) = exported.symmetric_difference(&rust(tested)?).next() {
+            let exported = files(&tree)?;
+            if let Some(path) = exported.symmetric_difference(&files(tested)?).next() {
                 bail!(
                     "{} is in one of the exported and the tested tree",
                     path.display()
@@ -189,10 +187,42 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
             compared += exported.len();
         }
         say(format!(
-            "{compared} Rust files of the exported tree are those that upstream's tests run on"
+            "{compared} Rust and Python files of the exported tree are those that upstream's tests run on"
         ));
         Ok(())
     })
+}
+
+/// Onto unpatched sources a phase goes with the ones before it alone, and gives what it gives after
+/// them, which is `tree`.
+fn check_with_earlier(cache: &Cache, sources: &Sources, tree: &Path) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    Sources::unpatched(cache)?.write_tree(folder.path())?;
+    if sources.onto(folder.path(), false).is_ok() {
+        bail!("{}: went onto unpatched sources", sources.patch_name);
+    }
+    for (path, contents) in sources.onto(folder.path(), true)? {
+        write(&folder.path().join(path), &contents)?;
+    }
+    let files = relative_files(tree, tree)?;
+    if files != relative_files(folder.path(), folder.path())? {
+        bail!("--with-earlier: the tree has other files than one phase after the other gives");
+    }
+    for path in files {
+        if fs::read(tree.join(&path))? != fs::read(folder.path().join(&path))? {
+            bail!("--with-earlier: {} differs", path.display());
+        }
+    }
+    Ok(())
+}
+
+/// The files under `folder`, by their path in `root`.
+fn relative_files(root: &Path, folder: &Path) -> Result<Vec<PathBuf>> {
+    let files = frontend::sources(folder)?;
+    files
+        .iter()
+        .map(|path| Ok(path.strip_prefix(root)?.to_owned()))
+        .collect()
 }
 
 /// Contents of files by their path in the repository; `None`: no such file.
@@ -202,7 +232,8 @@ type State = BTreeMap<PathBuf, Option<Vec<u8>>>;
 #[derive(Debug)]
 struct Sources {
     pins: Pins,
-    phase: usize,
+    /// The last of these phases; `None`: the sources are unpatched.
+    phase: Option<Phase>,
     /// The patch before this phase's.
     patch_before: Option<String>,
     patch_name: String,
@@ -220,17 +251,17 @@ struct Sources {
 #[derive(Debug)]
 struct NewCrate {
     name: &'static str,
-    phase: usize,
+    phase: Phase,
     files: BTreeMap<PathBuf, Vec<u8>>,
 }
 
 impl Sources {
-    fn unpatched() -> Result<Self> {
+    fn unpatched(cache: &Cache) -> Result<Self> {
         let folder = tempfile::tempdir()?;
-        patch::prepare_with(folder.path(), &[])?;
+        patch::prepare_with(cache, folder.path(), &[])?;
         Ok(Self {
             pins: Pins::read()?,
-            phase: 0,
+            phase: None,
             patch_before: None,
             patch_name: String::new(),
             patch_text: String::new(),
@@ -242,16 +273,16 @@ impl Sources {
         })
     }
 
-    fn of_phase(phase: usize) -> Result<Self> {
-        let series = patch::series()?;
-        if phase == 0 || phase > series.len() {
+    fn of_phase(cache: &Cache, phase: Phase) -> Result<Self> {
+        let (series, place) = (patch::series()?, phase.place());
+        if place > series.len() {
             bail!(
-                "--phase {phase}: the series has the phases 1 to {}",
-                series.len()
+                "--phase {phase}: the series ends with phase {}",
+                Phase::at(series.len())?
             );
         }
-        let mut sources = Self::unpatched()?;
-        let texts: Vec<String> = series[..phase]
+        let mut sources = Self::unpatched(cache)?;
+        let texts: Vec<String> = series[..place]
             .iter()
             .map(|name| patch::text(name))
             .collect::<Result<_>>()?;
@@ -263,21 +294,18 @@ impl Sources {
         let root = sources.folder.path();
         sources.states = vec![snapshot(root, &touched)?];
         for (index, (name, text)) in series.iter().zip(&texts).enumerate() {
-            if index + 1 == phase {
+            if index + 1 == place {
                 sources.size = apply_counted(root, text).with_context(|| name.clone())?;
             } else {
                 patch::apply(root, text).with_context(|| name.clone())?;
             }
             sources.states.push(snapshot(root, &touched)?);
         }
-        sources.phase = phase;
-        sources.patch_before = phase.checked_sub(2).map(|before| series[before].clone());
-        sources.patch_name.clone_from(&series[phase - 1]);
-        sources.patch_text.clone_from(&texts[phase - 1]);
-        sources.limit = LINE_LIMITS
-            .iter()
-            .find(|(of, _)| *of == phase)
-            .map(|(_, limit)| *limit);
+        sources.phase = Some(phase);
+        sources.patch_before = place.checked_sub(2).map(|before| series[before].clone());
+        sources.patch_name.clone_from(&series[place - 1]);
+        sources.patch_text.clone_from(&texts[place - 1]);
+        sources.limit = phase.line_limit();
         sources.crates = new_crates(&project_root(), phase)?;
         Ok(sources)
     }
@@ -285,12 +313,11 @@ impl Sources {
     /// The pull request's text.
     fn text(&self, results: Option<&Results>, signoff: &str) -> Result<String> {
         let header = Header::parse(&self.patch_text).with_context(|| self.patch_name.clone())?;
-        if header.phase != self.phase {
+        if let Some(phase) = self.phase.filter(|phase| *phase != header.phase) {
             bail!(
-                "{}: Origin names phase {}, its place in the series is {}",
+                "{}: Origin names phase {}, its place in the series is that of phase {phase}",
                 self.patch_name,
-                header.phase,
-                self.phase
+                header.phase
             );
         }
         let plan = Plan::read()?;
@@ -298,7 +325,7 @@ impl Sources {
         let new_crates: Vec<String> = self
             .crates
             .iter()
-            .filter(|new| new.phase == self.phase)
+            .filter(|new| Some(new.phase) == self.phase)
             .map(|new| new.name.to_owned())
             .collect();
         let sha256_of = |text: &str| sha256(text.as_bytes());
@@ -364,7 +391,7 @@ impl Sources {
             )
         })?;
         let mut writes = BTreeMap::new();
-        for (path, contents) in &self.states[self.phase] {
+        for (path, contents) in self.states.last().into_iter().flatten() {
             match contents {
                 Some(contents) if found[path].as_ref() != Some(contents) => {
                     writes.insert(path.clone(), contents.clone());
@@ -376,7 +403,7 @@ impl Sources {
         let mut manifest = read_if_there(&target.join(&manifest_path))?
             .map(|manifest| String::from_utf8(manifest).context("Cargo.toml is no text"))
             .transpose()?;
-        for new in self.crates.iter().filter(|new| new.phase > there) {
+        for new in self.crates.iter().filter(|new| new.phase.place() > there) {
             for (path, contents) in &new.files {
                 match read_if_there(&target.join(path))? {
                     Some(found) if found != *contents => bail!(
@@ -403,10 +430,9 @@ impl Sources {
     fn require_limit(&self) -> Result<()> {
         match self.limit {
             Some(limit) if self.size.source.sum() > limit => bail!(
-                "{}: {} lines outside tests, new crates and docs, the limit of phase {} is {limit}",
+                "{}: {} lines outside tests, new crates and docs, the limit of its phase is {limit}",
                 self.patch_name,
-                self.size.source.sum(),
-                self.phase
+                self.size.source.sum()
             ),
             _ => Ok(()),
         }
@@ -416,17 +442,19 @@ impl Sources {
 /// How many phases the tree has whose files are `found`; `states` are those files after 0, 1, ...
 /// phases, the last of which is to be applied.
 fn phases_there(states: &[State], found: &State, with_earlier: bool) -> Result<usize> {
-    let phase = states.len() - 1;
+    let place = states.len() - 1;
+    let phase = Phase::at(place)?;
     match states.iter().rposition(|state| state == found) {
-        Some(there) if there == phase => bail!("phase {phase} is there already"),
-        Some(there) if there + 1 == phase || with_earlier => Ok(there),
+        Some(there) if there == place => bail!("phase {phase} is there already"),
+        Some(there) if there + 1 == place || with_earlier => Ok(there),
         Some(there) => bail!(
-            "of the phases before {phase} only {there} are there: \
-             apply the others first, or add --with-earlier"
+            "phase {} comes before {phase} and is missing: apply what is missing first, or add \
+             --with-earlier",
+            Phase::at(there + 1)?
         ),
         None => {
             let unknown = |path: &&PathBuf| states.iter().all(|state| state[*path] != found[*path]);
-            let differs = |path: &&PathBuf| states[phase - 1][*path] != found[*path];
+            let differs = |path: &&PathBuf| states[place - 1][*path] != found[*path];
             let path = found
                 .keys()
                 .find(unknown)
@@ -437,9 +465,9 @@ fn phases_there(states: &[State], found: &State, with_earlier: bool) -> Result<u
             } else {
                 "is there and differs"
             };
-            let wanted = match phase - 1 {
+            let wanted = match place - 1 {
                 0 => "the pinned source".to_owned(),
-                earlier => format!("the pinned source after phase {earlier}"),
+                earlier => format!("the pinned source after phase {}", Phase::at(earlier)?),
             };
             bail!("{} {what}: it is not {wanted}", path.display())
         }
@@ -458,6 +486,13 @@ fn repository_path(path: &Path, pins: &Pins) -> Option<PathBuf> {
             }
         }
     }
+    let in_wheel = pins
+        .wheels
+        .iter()
+        .any(|wheel| path.starts_with(&wheel.path));
+    if in_wheel && path.ends_with(OF_THE_WHEEL) {
+        return None;
+    }
     Some(path.to_owned())
 }
 
@@ -473,6 +508,12 @@ fn touched_files(text: &str, pins: &Pins) -> Result<Vec<PathBuf>> {
             bail!(
                 "it changes one of {0}/Cargo.toml, which cargo wrote, and {0}/{REPOSITORY_MANIFEST}, \
                  the repository's: change both",
+                pin.path
+            );
+        }
+        if changes("Cargo.lock") {
+            bail!(
+                "it changes {}/Cargo.lock, which is the package's alone: leave it out",
                 pin.path
             );
         }
@@ -518,13 +559,13 @@ fn apply_counted(root: &Path, text: &str) -> Result<DiffSize> {
 }
 
 /// The crates of the phases up to `phase` that this clone has, at their place in the repository.
-fn new_crates(clone: &Path, phase: usize) -> Result<Vec<NewCrate>> {
+fn new_crates(clone: &Path, phase: Phase) -> Result<Vec<NewCrate>> {
     let mut crates = Vec::new();
-    for (of, names) in CRATES.iter().filter(|(of, _)| *of <= phase) {
-        for name in *names {
+    for of in Phase::ALL.into_iter().filter(|of| *of <= phase) {
+        for name in of.crates() {
             let folder = clone.join("crates").join(name);
             if !folder.exists() {
-                if *of == phase {
+                if of == phase {
                     say(format!(
                         "{name}: this clone has no such crate, the patch comes alone"
                     ));
@@ -541,7 +582,7 @@ fn new_crates(clone: &Path, phase: usize) -> Result<Vec<NewCrate>> {
             }
             crates.push(NewCrate {
                 name,
-                phase: *of,
+                phase: of,
                 files,
             });
         }
@@ -682,13 +723,19 @@ mod tests {
         for name in ["Cargo.toml", "Cargo.lock", ".cargo_vcs_info.json"] {
             assert_eq!(mapped(&format!("lib/x/{name}")), None);
         }
-        for path in ["lib/x/src/lib.rs", "lib/x/tests/data/Cargo.toml"] {
+        assert_eq!(mapped("components/dynamo/vllm/_version.py"), None);
+        for path in [
+            "lib/x/src/lib.rs",
+            "lib/x/tests/data/Cargo.toml",
+            "components/dynamo/vllm/handlers.py",
+            "lib/x/_version.py",
+        ] {
             assert_eq!(mapped(path), Some(path.into()));
         }
     }
 
     #[test]
-    fn a_patch_changes_both_manifests_or_none() {
+    fn a_patch_changes_both_manifests_or_none_and_no_lock_file() {
         let change = |name: &str| {
             format!(
                 "diff --git a/lib/x/{name} b/lib/x/{name}\n--- a/lib/x/{name}\n+++ b/lib/x/{name}\n\
@@ -704,6 +751,8 @@ mod tests {
             let error = touched_files(&change(one), &pins("")).unwrap_err();
             assert!(error.to_string().contains("change both"), "{error}");
         }
+        let error = touched_files(&change("Cargo.lock"), &pins("")).unwrap_err();
+        assert!(error.to_string().contains("leave it out"), "{error}");
     }
 
     fn state(files: &[(&str, Option<&str>)]) -> State {
@@ -729,8 +778,8 @@ mod tests {
         assert_eq!(there(&states[1], false).unwrap(), 1);
         assert_eq!(there(&states[0], true).unwrap(), 0);
         for (found, said) in [
-            (states[0].clone(), "only 0 are there"),
-            (states[2].clone(), "phase 2 is there already"),
+            (states[0].clone(), "phase 1 comes before 2a"),
+            (states[2].clone(), "phase 2a is there already"),
             (
                 state(&[("a", Some("other")), ("b", None)]),
                 "a is there and differs",
@@ -827,7 +876,7 @@ mod tests {
     #[test]
     fn a_crate_that_this_clone_lacks_is_left_out() {
         let clone = tempfile::tempdir().unwrap();
-        assert!(new_crates(clone.path(), 3).unwrap().is_empty());
+        assert!(new_crates(clone.path(), Phase::Four).unwrap().is_empty());
     }
 
     #[test]
@@ -835,7 +884,7 @@ mod tests {
         for (index, name) in patch::series().unwrap().iter().enumerate() {
             let header = Header::parse(&patch::text(name).unwrap());
             let header = header.unwrap_or_else(|error| panic!("{name}: {error:#}"));
-            assert_eq!(header.phase, index + 1, "{name}");
+            assert_eq!(header.phase.place(), index + 1, "{name}");
         }
     }
 }

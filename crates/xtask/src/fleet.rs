@@ -22,6 +22,7 @@ use serde_json::json;
 
 use crate::client::{Client, grown};
 use crate::command::tail;
+use crate::env;
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Routing};
 
@@ -51,6 +52,30 @@ pub(crate) struct Parts {
     pub(crate) model: PathBuf,
     /// The frontend built from the patched crates.
     pub(crate) frontend: PathBuf,
+    /// The Python of the workers.
+    pub(crate) workers: Workers,
+    /// What is particular about their engines.
+    pub(crate) engines: EngineSetup,
+}
+
+/// Which of Dynamo's Python packages workers run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) enum Workers {
+    /// The installed ones.
+    #[default]
+    Stock,
+    /// Those of this overlay, and the installed ones for the rest.
+    Patched(PathBuf),
+}
+
+/// What the engines of a fleet's workers have beside what all have; by default nothing.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct EngineSetup {
+    /// More options; they beat [`ENGINE_OPTIONS`].
+    pub(crate) options: Vec<String>,
+    /// Whether the connector writes down what reaches it (`tests/engines/claim_recorder.py`), see
+    /// [`Fleet::claim_records`].
+    pub(crate) record_claims: bool,
 }
 
 /// One process, its group and its log.
@@ -316,6 +341,21 @@ impl Fleet {
             Role::Prefill => ("prefill", "kv_producer"),
             Role::Decode => ("decode", "kv_consumer"),
         };
+        let mut python_path = match &self.parts.workers {
+            Workers::Stock => Vec::new(),
+            Workers::Patched(overlay) => vec![overlay.clone()],
+        };
+        let mut connector = json!({
+            "kv_connector": "NixlConnector",
+            "kv_role": kv_role,
+            "kv_buffer_device": "cpu",
+        });
+        if self.parts.engines.record_claims {
+            let records = self.claim_records_file(mode, index);
+            connector["kv_connector_module_path"] = json!("claim_recorder");
+            connector["kv_connector_extra_config"] = json!({ "claim_recorder_path": records });
+            python_path.push(env::engines_folder());
+        }
         let mut command = Command::new(&self.parts.python);
         command
             .args([
@@ -328,15 +368,8 @@ impl Fleet {
             .arg(&self.parts.model)
             .args(["--served-model-name", MODEL])
             .args(ENGINE_OPTIONS)
-            .arg("--kv-transfer-config")
-            .arg(
-                json!({
-                    "kv_connector": "NixlConnector",
-                    "kv_role": kv_role,
-                    "kv_buffer_device": "cpu",
-                })
-                .to_string(),
-            )
+            .args(&self.parts.engines.options)
+            .args(["--kv-transfer-config", &connector.to_string()])
             .arg("--kv-events-config")
             .arg(
                 json!({
@@ -352,11 +385,45 @@ impl Fleet {
             .env("UCX_TLS", "tcp,sm,self")
             .envs(engine_environment())
             .envs(self.dynamo_environment());
+        if !python_path.is_empty() {
+            command.env("PYTHONPATH", std::env::join_paths(python_path)?);
+        }
         Ok(Worker {
             role,
             base: format!("http://127.0.0.1:{system}"),
             process: Process::spawn(&format!("{mode}-{index}"), command, &self.folder)?,
         })
+    }
+
+    fn claim_records_file(&self, mode: &str, index: usize) -> PathBuf {
+        self.folder.join(format!("claims-{mode}-{index}.jsonl"))
+    }
+
+    /// What the connectors of the prefill workers and of the decode workers write down.
+    pub(crate) fn claim_records(&self) -> [Vec<PathBuf>; 2] {
+        let decode = self.decode_workers().count();
+        let files = |mode, count| {
+            (0..count)
+                .map(|index| self.claim_records_file(mode, index))
+                .collect()
+        };
+        [
+            files("prefill", self.workers.len() - decode),
+            files("decode", decode),
+        ]
+    }
+
+    /// Where the metrics of each decode worker are, in their order.
+    pub(crate) fn decode_bases(&self) -> impl Iterator<Item = &str> {
+        self.decode_workers().map(|worker| worker.base.as_str())
+    }
+
+    /// Ends the frontend; [`Self::start_frontend`] starts another.
+    pub(crate) fn stop_frontend(&mut self) {
+        if let Some((process, _)) = &mut self.frontend {
+            stop(std::slice::from_mut(process));
+        }
+        self.frontend = None;
     }
 
     /// File discovery and brokerless planes: no service has to run beside the processes.

@@ -12,6 +12,7 @@ use clap::Args;
 use crate::cache::{Cache, Key, project_root};
 use crate::command;
 use crate::env;
+use crate::own_crates;
 use crate::patch;
 use crate::unchanged;
 use crate::upstream::Pins;
@@ -27,6 +28,7 @@ const RUSTFLAGS: &str = "--cfg tokio_unstable";
 #[command(after_help = "Examples:
   cargo xtask frontend                                   builds it and prints its path
   cargo xtask frontend --release --out /opt/dynamo/bin   an optimised one, copied to a folder
+  cargo xtask frontend --update-lock                     after a change of what the crates depend on
 
 docs/frontend.md tells how to run it in place of python -m dynamo.frontend.")]
 pub(crate) struct Options {
@@ -36,6 +38,10 @@ pub(crate) struct Options {
     /// Copy the program to this folder; one that runs from there goes on undisturbed.
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Build nothing; write what the patched crates depend on into the frontend's lock file. Versions that
+    /// it has stay.
+    #[arg(long, conflicts_with_all = ["release", "out"])]
+    update_lock: bool,
 }
 
 /// How the frontend is compiled.
@@ -67,6 +73,10 @@ impl Profile {
 
 /// Runs `cargo xtask frontend`.
 pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
+    if options.update_lock {
+        println!("{}", update_lock(cache)?.display());
+        return Ok(ExitCode::SUCCESS);
+    }
     let profile = if options.release {
         Profile::Release
     } else {
@@ -100,9 +110,9 @@ pub(crate) fn folder() -> PathBuf {
 
 /// The built frontend, from the cache if nothing that goes into it has changed.
 pub(crate) fn build(cache: &Cache, profile: Profile) -> Result<PathBuf> {
-    let mut key = build_key(patch::key()?)?
+    let mut key = patched_key(cache, &folder())?
         .file(&folder().join("Cargo.toml"))?
-        .file(&folder().join("Cargo.lock"))?
+        .file(&lock_file())?
         .file(&folder().join("build.rs"))?;
     for source in sources(&folder().join("src"))? {
         let text =
@@ -134,6 +144,41 @@ pub(crate) fn build_key(key: Key) -> Result<Key> {
         .part("rustflags", RUSTFLAGS.as_bytes()))
 }
 
+/// What decides a build of the package in `user` on the patched crates, its own files aside.
+pub(crate) fn patched_key(cache: &Cache, user: &Path) -> Result<Key> {
+    own_crates::key(
+        build_key(patch::crates_key(cache)?)?,
+        &patch::crates(cache)?,
+        &Pins::read()?,
+        user,
+    )
+}
+
+/// The frontend's lock file, which has all that the patched crates depend on.
+pub(crate) fn lock_file() -> PathBuf {
+    folder().join("Cargo.lock")
+}
+
+/// Writes the lock file again for the patched crates of today.
+fn update_lock(cache: &Cache) -> Result<PathBuf> {
+    let path = lock_file();
+    let read = |path: &Path| {
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+    };
+    let before = read(&path)?;
+    // This repository's crates are tested with the workspace's versions.
+    let versions = own_crates::with_versions(&before, &read(&project_root().join("Cargo.lock"))?)?;
+    fs::write(&path, versions).with_context(|| format!("cannot write {}", path.display()))?;
+    let mut update = unlocked_cargo(cache, "update")?;
+    update.arg("--workspace");
+    let log = cache.folder("logs")?.join("update-lock.log");
+    if let Err(error) = command::logged("lock file of the frontend", update, &log) {
+        fs::write(&path, before).with_context(|| format!("cannot write {}", path.display()))?;
+        return Err(error);
+    }
+    Ok(path)
+}
+
 /// One of the programs in the frontend's `examples` folder, built.
 pub(crate) fn example(cache: &Cache, name: &str) -> Result<PathBuf> {
     let mut cargo = cargo(cache, "build")?;
@@ -145,16 +190,21 @@ pub(crate) fn example(cache: &Cache, name: &str) -> Result<PathBuf> {
 
 /// A cargo command on the frontend's workspace with the patched crates in place of the registry's.
 pub(crate) fn cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
-    let patched = patch::patched(cache)?;
+    let mut cargo = unlocked_cargo(cache, subcommand)?;
+    cargo.arg("--locked");
+    Ok(cargo)
+}
+
+fn unlocked_cargo(cache: &Cache, subcommand: &str) -> Result<Command> {
+    let patched = patch::crates(cache)?;
     let mut cargo = Command::new(env!("CARGO"));
     cargo
         .arg(subcommand)
-        .arg("--locked")
         .current_dir(folder())
         .env("KVDELTA_PATCHED", "1")
         .env("CARGO_TARGET_DIR", target(cache)?);
     build_environment(&mut cargo, cache)?;
-    patch_registry(&mut cargo, &Pins::read()?, &patched);
+    patch_registry(&mut cargo, &Pins::read()?, &patched)?;
     Ok(cargo)
 }
 
@@ -189,8 +239,9 @@ pub(crate) fn without_own_package(cargo: &mut Command) {
     }
 }
 
-/// Puts the patched crates in place of the registry's.
-pub(crate) fn patch_registry(cargo: &mut Command, pins: &Pins, patched: &Path) {
+/// Puts the patched crates in place of the registry's, and adds those of this repository that they
+/// depend on.
+pub(crate) fn patch_registry(cargo: &mut Command, pins: &Pins, patched: &Path) -> Result<()> {
     for pin in &pins.crates {
         cargo.arg("--config").arg(format!(
             "patch.crates-io.{}.path={:?}",
@@ -198,6 +249,7 @@ pub(crate) fn patch_registry(cargo: &mut Command, pins: &Pins, patched: &Path) {
             patched.join(&pin.path).display().to_string()
         ));
     }
+    own_crates::patch_registry(cargo, patched, pins)
 }
 
 /// The build folder that all builds of Dynamo's crates share.

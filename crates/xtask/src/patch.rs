@@ -2,7 +2,7 @@
 
 //! The patch series: applied in order to the pinned sources, with neither offset nor fuzz.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
@@ -13,8 +13,10 @@ use diffy::patch_set::{FileOperation, FilePatch, ParseOptions, PatchSet};
 use diffy::{Hunk, Line};
 
 use crate::cache::{Cache, Key};
+use crate::frontend::sources;
 use crate::progress::say;
 use crate::upstream::{Pins, series_folder};
+use crate::workers;
 
 /// Options of `cargo xtask patch`.
 #[derive(Debug, Args)]
@@ -22,7 +24,9 @@ use crate::upstream::{Pins, series_folder};
   cargo xtask patch                  prints the folder of the patched sources
   cargo xtask patch --check          only tries: exit code 0 if every patch applies
   cargo xtask patch --out dynamo     writes the patched sources to a new folder
-  cargo xtask patch --out dynamo --with optional/0001-decode-index.patch")]
+  cargo xtask patch --out dynamo --with optional/0001-decode-index.patch
+  cargo xtask patch --python overlay writes Dynamo's patched Python packages to a new folder; workers
+                                     of ai-dynamo 1.6.1 run them with PYTHONPATH=overlay")]
 pub(crate) struct Options {
     /// Only try; write nothing outside a temporary folder.
     #[arg(long)]
@@ -30,6 +34,9 @@ pub(crate) struct Options {
     /// Write the patched sources to this folder, which must not exist.
     #[arg(long, value_name = "DIR", conflicts_with = "check")]
     out: Option<PathBuf>,
+    /// Write the Python packages that the series changes to this folder, which must not exist.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["check", "out"])]
+    python: Option<PathBuf>,
     /// Apply this optional patch on top of the series.
     #[arg(long, value_name = "PATCH", requires = "out")]
     with: Vec<String>,
@@ -40,31 +47,39 @@ pub(crate) fn run(cache: &Cache, options: &Options) -> Result<ExitCode> {
     if options.check {
         check(cache)?;
     } else if let Some(out) = &options.out {
-        if out.exists() {
-            bail!("{} exists: name a folder that does not", out.display());
-        }
-        let parent = out.parent().filter(|parent| *parent != Path::new(""));
-        let scratch = tempfile::tempdir_in(parent.unwrap_or(Path::new(".")))
-            .with_context(|| format!("--out: cannot make {}", out.display()))?;
-        prepare_with(scratch.path(), &[series()?, options.with.clone()].concat())?;
-        fs::rename(scratch.keep(), out)
-            .with_context(|| format!("cannot make {}", out.display()))?;
-        println!("{}", out.display());
+        let patches = [series()?, options.with.clone()].concat();
+        new_folder("--out", out, |folder| prepare_with(cache, folder, &patches))?;
+    } else if let Some(out) = &options.python {
+        new_folder("--python", out, |folder| workers::write(cache, folder))?;
     } else {
         println!("{}", patched(cache)?.display());
     }
     Ok(ExitCode::SUCCESS)
 }
 
+/// Makes the folder `out` of an option with what `fill` writes, and prints it.
+fn new_folder(option: &str, out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    if out.exists() {
+        bail!("{} exists: name a folder that does not", out.display());
+    }
+    let parent = out.parent().filter(|parent| *parent != Path::new(""));
+    let scratch = tempfile::tempdir_in(parent.unwrap_or(Path::new(".")))
+        .with_context(|| format!("{option}: cannot make {}", out.display()))?;
+    fill(scratch.path())?;
+    fs::rename(scratch.keep(), out).with_context(|| format!("cannot make {}", out.display()))?;
+    println!("{}", out.display());
+    Ok(())
+}
+
 /// Tries the series on the pinned sources in a temporary folder, and each optional patch on top of it.
-pub(crate) fn check(_: &Cache) -> Result<()> {
+pub(crate) fn check(cache: &Cache) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    prepare(folder.path())?;
+    prepare(cache, folder.path())?;
     say("every patch of the series applies");
     for name in optional()? {
         let folder = tempfile::tempdir()?;
         let patches = [series()?, vec![name]].concat();
-        prepare_with(folder.path(), &patches)?;
+        prepare_with(cache, folder.path(), &patches)?;
     }
     Ok(())
 }
@@ -83,9 +98,9 @@ fn optional() -> Result<Vec<String>> {
 }
 
 /// The patched sources in the cache, made when they are not there: the layout of Dynamo's
-/// repository, with the crates of the pins alone.
+/// repository, with the crates and wheels of the pins alone.
 pub(crate) fn patched(cache: &Cache) -> Result<PathBuf> {
-    cache.entry("dynamo-patched", &key()?, prepare)
+    cache.entry("dynamo-patched", &key()?, |target| prepare(cache, target))
 }
 
 /// What decides the patched sources: the pins, the series and its patches.
@@ -99,25 +114,74 @@ pub(crate) fn key() -> Result<Key> {
     Ok(key)
 }
 
+/// The crates of the patched sources, in an entry of their own for builds: what changes Python or the text
+/// above a diff must not build Dynamo again.
+pub(crate) fn crates(cache: &Cache) -> Result<PathBuf> {
+    let pins = Pins::read()?;
+    let patched = patched(cache)?;
+    let key = crates_key_of(&patched, &pins, &changed()?)?;
+    cache.entry("dynamo-crates", &key, |target| {
+        for pin in &pins.crates {
+            let folder = patched.join(&pin.path);
+            for file in sources(&folder)? {
+                let to = target.join(file.strip_prefix(&patched)?);
+                fs::create_dir_all(to.parent().unwrap_or(target))?;
+                fs::copy(&file, &to).with_context(|| format!("cannot write {}", to.display()))?;
+            }
+        }
+        Ok(())
+    })
+}
+
+/// What decides those crates: the pins, and the files of crates that the series changes.
+pub(crate) fn crates_key(cache: &Cache) -> Result<Key> {
+    crates_key_of(&patched(cache)?, &Pins::read()?, &changed()?)
+}
+
+fn crates_key_of(patched: &Path, pins: &Pins, changed: &BTreeSet<PathBuf>) -> Result<Key> {
+    let of_a_crate = |path: &&PathBuf| pins.crates.iter().any(|pin| path.starts_with(&pin.path));
+    let mut key = Key::new().file(&series_folder().join("pins.toml"))?;
+    for path in changed.iter().filter(of_a_crate) {
+        let file = patched.join(path);
+        let contents =
+            fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        key = key.part(&path.to_string_lossy(), &contents);
+    }
+    Ok(key)
+}
+
+/// The files that the series changes.
+pub(crate) fn changed() -> Result<BTreeSet<PathBuf>> {
+    let mut changed = BTreeSet::new();
+    for name in series()? {
+        changed.extend(
+            changed_lines(&text(&name)?)?
+                .into_iter()
+                .map(|file| file.path),
+        );
+    }
+    Ok(changed)
+}
+
 /// Unpacks the pinned sources under `target` and applies the series to them.
-pub(crate) fn prepare(target: &Path) -> Result<()> {
+fn prepare(cache: &Cache, target: &Path) -> Result<()> {
     let series = series()?;
     if series.is_empty() {
         bail!("the series names no patch");
     }
-    prepare_with(target, &series)
+    prepare_with(cache, target, &series)
 }
 
 /// Unpacks the pinned sources under `target` and applies these patches of the series to them.
-pub(crate) fn prepare_with(target: &Path, patches: &[String]) -> Result<()> {
+pub(crate) fn prepare_with(cache: &Cache, target: &Path, patches: &[String]) -> Result<()> {
     let pins = Pins::read()?;
     say(format!(
-        "upstream sources: {} crates of Dynamo {}",
+        "upstream sources: {} crates and the Python files of {} wheel of Dynamo {}",
         pins.crates.len(),
+        pins.wheels.len(),
         pins.version
     ));
-    let packed = pins.fetch()?;
-    pins.unpack(&packed, target)?;
+    pins.unpack(&pins.fetch(cache)?, target)?;
     for name in patches {
         apply(target, &text(name)?).with_context(|| format!("{name} does not apply"))?;
         say(format!("applied {name}"));
@@ -317,7 +381,7 @@ mod tests {
         diff --git a/lib/x.rs b/lib/x.rs\n--- a/lib/x.rs\n+++ b/lib/x.rs\n\
         @@ -1,3 +1,4 @@\n one\n+and a half\n two\n three\n@@ -5 +6 @@\n-five\n+six\n";
 
-    fn sources(content: &str) -> tempfile::TempDir {
+    fn sources_of(content: &str) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         fs::create_dir(root.path().join("lib")).unwrap();
         fs::write(root.path().join("lib/x.rs"), content).unwrap();
@@ -326,7 +390,7 @@ mod tests {
 
     #[test]
     fn a_patch_below_its_header_applies() {
-        let root = sources(OLD);
+        let root = sources_of(OLD);
         apply(root.path(), PATCH).unwrap();
         assert_eq!(
             fs::read_to_string(root.path().join("lib/x.rs")).unwrap(),
@@ -349,7 +413,7 @@ mod tests {
     #[test]
     fn an_offset_is_an_error_that_names_file_hunk_and_line_and_changes_nothing() {
         let moved = format!("zero\n{OLD}");
-        let root = sources(&moved);
+        let root = sources_of(&moved);
         let error = format!("{:#}", apply(root.path(), PATCH).unwrap_err());
         for part in ["lib/x.rs", "hunk 1", "line 1", "\"one\"", "\"zero\""] {
             assert!(error.contains(part), "{error}");
@@ -362,7 +426,7 @@ mod tests {
 
     #[test]
     fn a_context_that_differs_is_an_error() {
-        let root = sources(&OLD.replace("five", "5"));
+        let root = sources_of(&OLD.replace("five", "5"));
         let error = format!("{:#}", apply(root.path(), PATCH).unwrap_err());
         assert!(error.contains("hunk 2 at line 5"), "{error}");
     }
@@ -371,7 +435,7 @@ mod tests {
     fn a_file_can_be_added_but_not_over_another() {
         let patch = "diff --git a/lib/y.rs b/lib/y.rs\nnew file mode 100644\n\
             --- /dev/null\n+++ b/lib/y.rs\n@@ -0,0 +1 @@\n+new\n";
-        let root = sources(OLD);
+        let root = sources_of(OLD);
         apply(root.path(), patch).unwrap();
         assert_eq!(
             fs::read_to_string(root.path().join("lib/y.rs")).unwrap(),
@@ -408,10 +472,33 @@ mod tests {
     }
 
     #[test]
+    fn builds_depend_on_changed_files_of_crates_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let (rust, python) = ("lib/x/a.rs", "components/dynamo/b.py");
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write(rust, "1");
+        write(python, "1");
+        let changed = [rust, python].map(PathBuf::from).into();
+        let key = || {
+            let key = crates_key_of(root.path(), &crate::upstream::tests::pins(""), &changed);
+            key.unwrap().hex()
+        };
+        let before = key();
+        write(python, "2");
+        assert_eq!(key(), before);
+        write(rust, "2");
+        assert_ne!(key(), before);
+    }
+
+    #[test]
     fn a_path_out_of_the_sources_is_refused() {
         let patch = "diff --git a/../y.rs b/../y.rs\nnew file mode 100644\n\
             --- /dev/null\n+++ b/../y.rs\n@@ -0,0 +1 @@\n+new\n";
-        let root = sources(OLD);
+        let root = sources_of(OLD);
         let error = format!("{:#}", apply(root.path(), patch).unwrap_err());
         assert!(error.contains("not a path inside"), "{error}");
     }

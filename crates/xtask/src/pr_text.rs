@@ -7,6 +7,7 @@ use std::fmt::Write as _;
 use anyhow::{Context, Result, bail};
 
 use crate::diff_size::DiffSize;
+use crate::phase::Phase;
 use crate::upstream_counts::{LeftOut, Results, Row};
 
 /// Titles are shorter than this.
@@ -26,7 +27,7 @@ pub(crate) struct Header {
     /// The rest of `Description`.
     summary: Vec<Block>,
     /// The phase that `Origin` names.
-    pub(crate) phase: usize,
+    pub(crate) phase: Phase,
     start_at: Vec<Block>,
     already_there: Vec<Block>,
     cost: Vec<Block>,
@@ -66,8 +67,9 @@ impl Header {
         let origin = header.required("Origin")?.join(" ");
         let phase = origin
             .strip_prefix("kvdelta, phase ")
-            .and_then(|phase| phase.parse().ok())
-            .with_context(|| format!("Origin is {origin:?}, not \"kvdelta, phase <number>\""))?;
+            .with_context(|| format!("Origin is {origin:?}, not \"kvdelta, phase <label>\""))?
+            .parse()
+            .with_context(|| format!("Origin is {origin:?}"))?;
         header.required("Forwarded")?;
         header.required("Last-Update")?;
         header.finish()?;
@@ -478,7 +480,7 @@ diff --git a/lib/x.rs b/lib/x.rs
     #[test]
     fn the_header_becomes_the_sections() {
         let header = Header::parse(PATCH).unwrap();
-        assert_eq!(header.phase, 1);
+        assert_eq!(header.phase, Phase::One);
         let commands = ["cargo test -p dynamo-x".to_owned()];
         let text = text(&header, &facts("A B <a@b.c>", &commands));
         assert!(text.starts_with("feat(kv-router): weigh the cached prefix\n\n## Summary\n"));
@@ -594,8 +596,9 @@ diff --git a/lib/x.rs b/lib/x.rs
             (
                 "Origin: kvdelta, phase 1",
                 "Origin: kvdelta",
-                "phase <number>",
+                "phase <label>",
             ),
+            ("phase 1", "phase 2", "\"kvdelta, phase 2\""),
             ("Cost: one", "Price: one", "Cost is missing"),
             ("Validation:", "Tested:", "unknown field Tested"),
             ("Cost: one subscription.", "Cost: a\nCost: b", "twice"),

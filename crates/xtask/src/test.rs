@@ -18,12 +18,14 @@ use crate::env;
 use crate::export_pr;
 use crate::frontend;
 use crate::interrupt;
+use crate::live_claims;
 use crate::live_index;
 use crate::patch;
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Report};
 use crate::unchanged;
 use crate::upstream_tests;
+use crate::workers;
 
 /// The engine test accepts this much above "every prefix once".
 const TOLERANCE: f64 = 0.05;
@@ -61,7 +63,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 12] = [
+const PARTS: [Part; 14] = [
     Part {
         name: "format",
         heavy: false,
@@ -98,6 +100,11 @@ const PARTS: [Part; 12] = [
         run: patched_upstream_tests,
     },
     Part {
+        name: "upstream's tests on the patched workers",
+        heavy: true,
+        run: workers::test,
+    },
+    Part {
         name: "lints and tests of the frontend",
         heavy: true,
         run: frontend_tests,
@@ -116,6 +123,11 @@ const PARTS: [Part; 12] = [
         name: "the index fed by real engines",
         heavy: true,
         run: live_index::check,
+    },
+    Part {
+        name: "claims in real engines",
+        heavy: true,
+        run: live_claims::check,
     },
     Part {
         name: "real engines",

@@ -16,6 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::cache::{Cache, Key, project_root};
 use crate::command;
 use crate::frontend::{self, Profile};
+use crate::own_crates;
 use crate::patch;
 use crate::progress::{Step, say};
 use crate::upstream::{Pins, series_folder};
@@ -481,11 +482,13 @@ pub(crate) fn build(cache: &Cache, crates: Crates, profile: Profile) -> Result<P
     let (name, mut key) = match crates {
         Crates::Registry => (
             "kvdelta-recorder-unpatched",
-            Key::new().file(&series_folder().join("pins.toml"))?,
+            frontend::build_key(Key::new().file(&series_folder().join("pins.toml"))?)?,
         ),
-        Crates::Patched => ("kvdelta-recorder", patch::key()?),
+        Crates::Patched => (
+            "kvdelta-recorder",
+            frontend::patched_key(cache, &folder())?.file(&frontend::lock_file())?,
+        ),
     };
-    key = frontend::build_key(key)?;
     for file in files()? {
         let text = fs::read(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let name = file.strip_prefix(folder())?.to_string_lossy().into_owned();
@@ -530,7 +533,7 @@ fn cargo(cache: &Cache, subcommand: &str, crates: Crates) -> Result<Command> {
             cargo
                 .current_dir(patched_copy(cache, &pins)?)
                 .env("KVDELTA_PATCHED", "1");
-            frontend::patch_registry(&mut cargo, &pins, &patch::patched(cache)?);
+            frontend::patch_registry(&mut cargo, &pins, &patch::crates(cache)?)?;
         }
     }
     Ok(cargo)
@@ -554,6 +557,7 @@ fn patched_copy(cache: &Cache, pins: &Pins) -> Result<PathBuf> {
             fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
         if file.file_name().is_some_and(|name| name == "Cargo.lock") {
             text = compare::lock_of_patched(&text, pins)?;
+            text = own_crates::with_versions(&text, &fs::read_to_string(frontend::lock_file())?)?;
         }
         // Cargo builds again what is newer.
         if fs::read_to_string(&to).ok().as_ref() != Some(&text) {
@@ -563,15 +567,23 @@ fn patched_copy(cache: &Cache, pins: &Pins) -> Result<PathBuf> {
     Ok(copy)
 }
 
-/// Both recorders must be built with the same versions of everything else.
+/// Both recorders must be built with the same versions of everything else. What the patched crates
+/// alone depend on has the versions of the frontend.
 fn check_versions(patched: &str) -> Result<()> {
     let committed = fs::read_to_string(folder().join("Cargo.lock"))?;
-    let other = compare::other_versions(&committed, patched)?;
+    let other = compare::other_versions(&committed, &[patched])?;
     ensure!(
         other.is_empty(),
         "the patched crates were built with other versions than the registry's: {}; update \
          tests/patched_dynamo/Cargo.lock",
         other.join(", ")
+    );
+    let frontend = fs::read_to_string(frontend::lock_file())?;
+    let added = compare::other_versions(patched, &[&committed, &frontend])?;
+    ensure!(
+        added.is_empty(),
+        "the patched recorder was built with versions that the frontend has not: {}",
+        added.join(", ")
     );
     Ok(())
 }

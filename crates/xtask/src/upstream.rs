@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The pinned upstream sources: fetched by cargo from its registry, checked, unpacked.
+//! The pinned upstream sources: crates fetched by cargo, wheels by uv; checked, unpacked.
 
 use std::fs;
 use std::io::Read;
@@ -10,25 +10,30 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use crate::cache::{project_root, sha256};
+use crate::cache::{Cache, project_root, sha256};
 use crate::command;
+use crate::env;
+use crate::frontend::sources;
 
 /// The folder of the patch series for one Dynamo version.
 pub(crate) fn series_folder() -> PathBuf {
     project_root().join("patches/dynamo-1.6.1")
 }
 
-/// `pins.toml`: one Dynamo version, and the crates of it that the series touches.
+/// `pins.toml`: one Dynamo version, and the crates and wheels of it that the series touches.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Pins {
-    /// Version of every crate.
+    /// Version of every crate and wheel.
     pub(crate) version: String,
     /// Commit of Dynamo's repository that the crates were packed from.
     pub(crate) commit: String,
     /// The crates.
     #[serde(rename = "crate")]
     pub(crate) crates: Vec<Pin>,
+    /// The wheels.
+    #[serde(rename = "wheel")]
+    pub(crate) wheels: Vec<Wheel>,
 }
 
 /// One pinned crate.
@@ -40,6 +45,18 @@ pub(crate) struct Pin {
     /// Folder in Dynamo's repository.
     pub(crate) path: String,
     /// SHA-256 of the packed crate.
+    pub(crate) sha256: String,
+}
+
+/// One pinned wheel, of which only the Python files are taken.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Wheel {
+    /// Name on the Python package index.
+    pub(crate) name: String,
+    /// Folder in Dynamo's repository that it was packed from.
+    pub(crate) path: String,
+    /// SHA-256 of the wheel.
     pub(crate) sha256: String,
 }
 
@@ -63,11 +80,21 @@ impl Pins {
         toml::from_str(&text).with_context(|| format!("cannot understand {}", path.display()))
     }
 
-    /// Fetches every crate and returns its packed bytes, in the order of the pins.
+    /// Fetches every crate and wheel.
     ///
     /// # Errors
-    /// A crate that cannot be had, or whose checksum is not the pinned one.
-    pub(crate) fn fetch(&self) -> Result<Vec<Vec<u8>>> {
+    /// One that cannot be had, or whose checksum is not the pinned one.
+    pub(crate) fn fetch(&self, cache: &Cache) -> Result<Fetched> {
+        let wheels = self.wheels.iter();
+        Ok(Fetched {
+            crates: self.fetch_crates()?,
+            wheels: wheels
+                .map(|wheel| env::wheel(cache, &wheel.name, &self.version, &wheel.sha256))
+                .collect::<Result<_>>()?,
+        })
+    }
+
+    fn fetch_crates(&self) -> Result<Vec<Vec<u8>>> {
         self.crates
             .iter()
             .map(|pin| {
@@ -78,15 +105,39 @@ impl Pins {
             .collect()
     }
 
-    /// Unpacks the fetched crates under `target`, each at its path in Dynamo's repository.
-    pub(crate) fn unpack(&self, packed: &[Vec<u8>], target: &Path) -> Result<()> {
-        for (pin, packed) in self.crates.iter().zip(packed) {
+    /// Unpacks what was fetched under `target`, each at its path in Dynamo's repository.
+    pub(crate) fn unpack(&self, fetched: &Fetched, target: &Path) -> Result<()> {
+        for (pin, packed) in self.crates.iter().zip(&fetched.crates) {
             let folder = target.join(&pin.path);
             pin.unpack(&self.version, &self.commit, packed, &folder)
                 .with_context(|| format!("cannot unpack {} {}", pin.name, self.version))?;
         }
+        for (wheel, fetched) in self.wheels.iter().zip(&fetched.wheels) {
+            copy_python(fetched, &target.join(&wheel.path))?;
+        }
         Ok(())
     }
+}
+
+/// What [`Pins::unpack`] unpacks, in the order of the pins.
+#[derive(Debug)]
+pub(crate) struct Fetched {
+    /// Packed.
+    crates: Vec<Vec<u8>>,
+    /// Folders of their Python files.
+    wheels: Vec<PathBuf>,
+}
+
+/// Copies the Python files under `source`. Not by a link: patches change the copies.
+pub(crate) fn copy_python(source: &Path, target: &Path) -> Result<()> {
+    for file in sources(source)? {
+        if file.extension().is_some_and(|py| py == "py") {
+            let to = target.join(file.strip_prefix(source)?);
+            fs::create_dir_all(to.parent().unwrap_or(target))?;
+            fs::copy(&file, &to).with_context(|| format!("cannot write {}", to.display()))?;
+        }
+    }
+    Ok(())
 }
 
 impl Pin {
@@ -209,7 +260,44 @@ pub(crate) mod tests {
             version: "1.6.1".into(),
             commit: "c".into(),
             crates: vec![pin(sha256)],
+            wheels: vec![Wheel {
+                name: "dynamo-y".into(),
+                path: "components".into(),
+                sha256: sha256.into(),
+            }],
         }
+    }
+
+    #[test]
+    fn a_wheel_is_that_of_the_engines() {
+        let pins = Pins::read().unwrap();
+        assert!(!pins.wheels.is_empty());
+        let lock = fs::read_to_string(env::engines_folder().join("requirements.lock")).unwrap();
+        for wheel in pins.wheels {
+            let line = format!(
+                "{}=={} --hash=sha256:{}",
+                wheel.name, pins.version, wheel.sha256
+            );
+            assert!(lock.lines().any(|locked| locked == line), "{line}");
+        }
+    }
+
+    #[test]
+    fn only_python_files_are_copied_and_not_as_links() {
+        let (source, target) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        fs::create_dir_all(source.path().join("dynamo/a")).unwrap();
+        for name in ["dynamo/a/b.py", "dynamo/a/README.md"] {
+            fs::write(source.path().join(name), "1").unwrap();
+        }
+        copy_python(source.path(), target.path()).unwrap();
+        let copied = target.path().join("dynamo/a/b.py");
+        assert_eq!(
+            sources(target.path()).unwrap(),
+            std::slice::from_ref(&copied)
+        );
+        fs::write(&copied, "2").unwrap();
+        let original = fs::read_to_string(source.path().join("dynamo/a/b.py")).unwrap();
+        assert_eq!(original, "1");
     }
 
     #[test]

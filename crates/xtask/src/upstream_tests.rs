@@ -14,6 +14,7 @@ use crate::cache::{Cache, sha256};
 use crate::command;
 use crate::frontend;
 use crate::interrupt;
+use crate::own_crates;
 use crate::patch;
 use crate::progress::say;
 use crate::upstream::{Pins, file_of, series_folder};
@@ -189,9 +190,22 @@ impl<'a> Tree<'a> {
     /// Makes the tree the sources with these patches.
     fn set(&self, plan: &Plan, patches: &[String]) -> Result<()> {
         let fresh = tempfile::tempdir()?;
-        patch::prepare_with(fresh.path(), patches)?;
+        patch::prepare_with(self.cache, fresh.path(), patches)?;
         plan.write_files(fresh.path())?;
-        synchronize(fresh.path(), &self.folder)
+        synchronize(fresh.path(), &self.folder)?;
+        // What this repository's crates bring along has the frontend's versions.
+        let frontend = fs::read_to_string(frontend::lock_file())?;
+        for pin in &self.pins.crates {
+            let path = self.folder.join(&pin.path).join(LOCK_FILE);
+            let lock = fs::read_to_string(&path)
+                .with_context(|| format!("cannot read {}", path.display()))?;
+            let with = own_crates::with_versions(&lock, &frontend)?;
+            if with != lock {
+                fs::write(&path, with)
+                    .with_context(|| format!("cannot write {}", path.display()))?;
+            }
+        }
+        Ok(())
     }
 
     fn cargo(&self, planned: &PlannedRun) -> Result<Command> {
@@ -203,7 +217,7 @@ impl<'a> Tree<'a> {
             .with_context(|| format!("tests.toml: pins.toml has no crate {}", planned.name))?;
         let mut cargo = Command::new(env!("CARGO"));
         cargo.arg("test");
-        frontend::patch_registry(&mut cargo, &self.pins, &self.folder);
+        frontend::patch_registry(&mut cargo, &self.pins, &self.folder)?;
         let swagger_ui = self.folder.join(SWAGGER_UI_FILE);
         cargo
             .args(&planned.arguments)

@@ -171,8 +171,8 @@ struct Package {
     version: String,
 }
 
-/// What the lock file `registry` has in a version that `patched` does not have.
-pub(super) fn other_versions(registry: &str, patched: &str) -> Result<Vec<String>> {
+/// What the lock file `lock` has in a version that none of `others` has.
+pub(super) fn other_versions(lock: &str, others: &[&str]) -> Result<Vec<String>> {
     let packages = |lock: &str| {
         let lock: Lock = toml::from_str(lock).context("not a lock file of cargo")?;
         anyhow::Ok(
@@ -182,8 +182,11 @@ pub(super) fn other_versions(registry: &str, patched: &str) -> Result<Vec<String
                 .collect::<BTreeSet<_>>(),
         )
     };
-    let (registry, patched) = (packages(registry)?, packages(patched)?);
-    Ok(registry.difference(&patched).cloned().collect())
+    let mut left = packages(lock)?;
+    for other in others {
+        left = left.difference(&packages(other)?).cloned().collect();
+    }
+    Ok(left.into_iter().collect())
 }
 
 #[cfg(test)]
@@ -256,10 +259,12 @@ mod tests {
     }
 
     #[test]
-    fn another_version_in_the_patched_build_is_found_and_an_addition_is_not_one() {
+    fn another_version_is_found_and_an_addition_is_not_one() {
         let added = format!("{LOCK}\n[[package]]\nname = \"z\"\nversion = \"1.0.0\"\n");
-        assert!(other_versions(LOCK, &added).unwrap().is_empty());
+        assert!(other_versions(LOCK, &[&added]).unwrap().is_empty());
+        assert_eq!(other_versions(&added, &[LOCK]).unwrap(), ["z 1.0.0"]);
+        assert!(other_versions(&added, &[LOCK, &added]).unwrap().is_empty());
         let moved = LOCK.replace("2.0.0", "2.0.1");
-        assert_eq!(other_versions(LOCK, &moved).unwrap(), ["y 2.0.0"]);
+        assert_eq!(other_versions(LOCK, &[&moved]).unwrap(), ["y 2.0.0"]);
     }
 }

@@ -5,5 +5,14 @@
 
 #![cfg(kvdelta_patched)]
 
+mod events;
 mod fleet;
+mod herd;
+mod leaving;
+mod mixed;
 mod parts;
+mod paths;
+mod query;
+mod races;
+mod saying;
+mod scene;

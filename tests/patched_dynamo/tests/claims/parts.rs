@@ -27,10 +27,13 @@ fn a_prefix_goes_where_it_is_held() -> Result<()> {
             let mut asked = prefix.clone();
             asked.extend(prompt(seed, 20));
             let hashed = trace.spans(HASHING);
-            fleet.ask(Ask::new(&asked)).await?.complete()?;
+            let ask = Ask::new(&asked).nvext("extra_fields", vec!["worker_id"]);
+            let answer = fleet.ask(ask).await?.complete()?;
+            let chosen = answer.nvext("/worker_id/decode_worker_id");
+            assert_eq!(chosen, Some(&json!(holder.id)), "{}", answer.body);
             fleet.nothing_booked().await?;
-            // Once for the prefill worker, once for the decode worker.
-            assert_eq!(trace.spans(HASHING) - hashed, 2);
+            // Once for both pools.
+            assert_eq!(trace.spans(HASHING) - hashed, 1);
         }
         assert_eq!(holder.received().len(), 3);
         assert_eq!(fleet.decode[0].received().len(), 0);
@@ -132,10 +135,15 @@ fn what_a_worker_refuses_ends_and_stays_nowhere() -> Result<()> {
         }
         for decode in &fleet.decode {
             assert!(decode.received().is_empty());
-            decode.next(Script::refuse(ErrorClass::WorkerOverloaded));
         }
         // Overloaded there, the request goes on elsewhere.
-        fleet.ask(Ask::new(&prompt(2, 50))).await?.complete()?;
+        let (decode, asked) = (&fleet.decode[0], prompt(2, 50));
+        decode.store(0, &asked)?;
+        fleet.holds(0, decode, 0, &asked, 6).await?;
+        decode.next(Script::refuse(ErrorClass::WorkerOverloaded));
+        fleet.ask(Ask::new(&asked)).await?.complete()?;
+        assert_eq!(decode.received()[0].outcome, Outcome::Refused);
+        assert_eq!(fleet.decode[1].received().len(), 1);
         fleet.nothing_booked().await
     })
 }
@@ -218,8 +226,9 @@ fn a_draining_worker_finishes_what_it_runs() -> Result<()> {
         fleet.holds(0, leaving, 0, &prefix, 16).await?;
         let gate = Gate::closed();
         leaving.next(Script::slow_after_a_token(&gate));
-        let sent = fleet.send(Ask::new(&prefix))?;
-        gate.reached_by(1).await?;
+        let mut sent = fleet.send(Ask::new(&prefix))?;
+        // Only what has begun is finished.
+        sent.messages(1).await?;
         leaving.leave();
         fleet.unrouted(0, leaving).await?;
         fleet.ask(Ask::new(&prefix)).await?.complete()?;
@@ -280,6 +289,40 @@ fn decode_stays_in_the_zone_of_prefill() -> Result<()> {
         fleet.holds(0, &fleet.decode[1], 0, &prefix, 16).await?;
         fleet.ask(Ask::new(&prefix)).await?.complete()?;
         assert_eq!(fleet.decode[0].received().len(), 1);
+        fleet.nothing_booked().await
+    })
+}
+
+#[test]
+fn a_session_stays_with_its_workers() -> Result<()> {
+    run(async |trace| {
+        let fleet = Builder::new(2.0)?
+            .prefill(1, Spec::default())
+            .decode(2, Spec::default())
+            .router(|router| router.session_affinity_ttl_secs = Some(600))
+            .start(&trace)
+            .await?;
+        let ask = |seed| {
+            Ask::new(&prompt(seed, 50))
+                .header("x-dynamo-session-id", "a")
+                .field("max_tokens", 2)
+        };
+        fleet.ask(ask(1)).await?.complete()?;
+        let used = fleet
+            .decode
+            .iter()
+            .position(|worker| !worker.received().is_empty());
+        let used = used.context("no decode worker got the request")?;
+        let other = prompt(2, 50);
+        fleet.decode[1 - used].store(0, &other)?;
+        fleet
+            .holds(0, &fleet.decode[1 - used], 0, &other, 6)
+            .await?;
+        fleet.ask(ask(2)).await?.complete()?;
+        let received = fleet.decode[used].received();
+        assert_eq!(received.len(), 2);
+        let limit = received[1].request.pointer("/stop_conditions/max_tokens");
+        assert_eq!(limit, Some(&json!(2)));
         fleet.nothing_booked().await
     })
 }

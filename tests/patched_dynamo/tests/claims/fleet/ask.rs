@@ -58,14 +58,16 @@ impl Ask {
         }
     }
 
-    /// Names the decode worker.
-    pub(crate) fn decode(self, worker: &Worker) -> Self {
+    /// Names the decode worker and its rank.
+    pub(crate) fn decode(self, worker: &Worker, rank: u32) -> Self {
         self.header("x-dynamo-worker-instance-id", worker.id)
+            .header("x-dynamo-dp-rank", rank)
     }
 
-    /// Names the prefill worker.
-    pub(crate) fn prefill(self, worker: &Worker) -> Self {
+    /// Names the prefill worker and its rank.
+    pub(crate) fn prefill(self, worker: &Worker, rank: u32) -> Self {
         self.header("x-dynamo-prefill-instance-id", worker.id)
+            .header("x-dynamo-prefill-dp-rank", rank)
     }
 
     /// Adds a header.

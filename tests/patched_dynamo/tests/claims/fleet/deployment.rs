@@ -2,13 +2,16 @@
 
 //! A fleet of workers, and the frontends that route to it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 
 use anyhow::{Context as _, Result, ensure};
 use dynamo_kv_router::KvRouterConfig;
+use dynamo_llm::discovery::ModelManager;
 use dynamo_llm::entrypoint::RouterConfig;
+use dynamo_llm::kv_router::KvRouter;
 use dynamo_llm::kv_router::plugins::install_router_plugin_registry;
 use dynamo_llm::worker_type::WorkerType;
 use dynamo_runtime::pipeline::RouterMode;
@@ -17,10 +20,11 @@ use kvdelta_recorder::deployment::{distributed, free_port, serve};
 use kvdelta_recorder::settings::{Settings, set_weight, write_model};
 
 use super::ask::{Answer, Ask, Client, Metrics, Sent};
+use super::engine::PROBE;
 use super::ledger::Ledger;
 use super::run::until;
-use super::trace::Trace;
-use super::worker::{Common, PROBE, Spec, Worker};
+use super::trace::{Line, Trace};
+use super::worker::{Common, Spec, Worker, endpoint};
 
 /// Frontends of one process share the table of policies, and the gauges of loads by worker.
 static POLICIES: LazyLock<std::result::Result<(), String>> = LazyLock::new(|| {
@@ -30,6 +34,8 @@ static POLICIES: LazyLock<std::result::Result<(), String>> = LazyLock::new(|| {
         .ok_or_else(|| "policies were installed already".to_owned())
 });
 static FLEETS: AtomicU64 = AtomicU64::new(0);
+
+const LOOKS_BEFORE_A_PROBE: usize = 100;
 
 const DECODE_BLOCKS: &str = "dynamo_frontend_worker_active_decode_blocks";
 const PREFILL_TOKENS: &str = "dynamo_frontend_worker_active_prefill_tokens";
@@ -197,30 +203,49 @@ impl Fleet {
         Ok(())
     }
 
+    /// Another router of the decode workers, without a frontend, and its id.
+    pub(crate) async fn observer(&self) -> Result<(u64, Arc<KvRouter>)> {
+        let runtime = self.distributed().await?;
+        let endpoint = endpoint(&runtime, &self.name, WorkerType::Decode)?;
+        let router = ModelManager::new()
+            .kv_chooser_for_with_worker_role(
+                &endpoint,
+                self.decode[0].spec.block_tokens,
+                Some(self.router.kv_router_config.clone()),
+                None,
+                Some(WorkerType::Decode),
+                WorkerType::Decode.as_str(),
+                Some(self.name.clone()),
+                false,
+            )
+            .await?;
+        Ok((runtime.connection_id(), router))
+    }
+
+    /// Bookings and their changes that were heard of: how many events, which requests of which
+    /// worker, and of which routers.
+    pub(crate) fn heard(&self) -> Result<(usize, BTreeMap<String, u64>, BTreeSet<u64>)> {
+        let bookings = self.ledger()?.bookings();
+        let open = bookings.open.into_iter();
+        let open =
+            open.map(|((router, role, id), worker)| (format!("{router} {role} {id}"), worker));
+        let routers = bookings.heard.into_iter().map(|(router, _)| router);
+        Ok((bookings.events, open.collect(), routers.collect()))
+    }
+
     async fn distributed(&self) -> Result<DistributedRuntime> {
         distributed(&Runtime::from_current()?, Path::new(&self.discovery)).await
     }
 
     /// Waits until every frontend serves every worker that is not gone, and its bookings are heard.
     pub(crate) async fn served(&self) -> Result<()> {
-        let of = |pool: &[Arc<Worker>]| -> Vec<_> {
-            let present = pool.iter().filter(|worker| !worker.is_gone());
-            present.cloned().collect()
-        };
-        let (prefill, decode) = (of(&self.prefill), of(&self.decode));
+        let (prefill, decode) = (present(&self.prefill), present(&self.decode));
         for frontend in &self.frontends {
-            for number in 0..prefill.len().max(decode.len()) {
-                let mut probe = Ask::new(&PROBE);
-                if let Some(worker) = prefill.get(number) {
-                    probe = probe.prefill(worker);
-                }
-                if let Some(worker) = decode.get(number) {
-                    probe = probe.decode(worker);
-                }
+            for probe in probes(&prefill, &decode) {
                 until("a frontend serves all workers", async || {
                     // Before it listens there is no answer at all.
                     match probe.clone().send(&frontend.client).answer().await {
-                        Ok(answer) if answer.is_complete() => Ok(Ok(())),
+                        Ok(answer) if answer.status == 200 => Ok(Ok(())),
                         Ok(answer) => Ok(Err(format!("{}: {}", answer.status, answer.body))),
                         Err(error) => Ok(Err(format!("{error:#}"))),
                     }
@@ -265,9 +290,33 @@ impl Fleet {
         frontend.with_context(|| format!("no frontend {number}"))
     }
 
+    /// How many frontends it has.
+    pub(crate) fn frontends(&self) -> usize {
+        self.frontends.len()
+    }
+
     /// A frontend's metrics.
     pub(crate) async fn metrics(&self, frontend: usize) -> Result<Metrics> {
         Metrics::read(&self.frontend(frontend)?.client).await
+    }
+
+    /// The first frontend's gauges of loads and queues of this fleet, in order.
+    pub(crate) async fn gauges(&self) -> Result<Vec<String>> {
+        let metrics = self.metrics(0).await?;
+        let mut gauges = Vec::new();
+        for worker in self.prefill.iter().chain(&self.decode) {
+            for name in [DECODE_BLOCKS, PREFILL_TOKENS] {
+                for (series, value) in metrics.of(name, &[("worker_id", &worker.id.to_string())])? {
+                    gauges.push(format!("{series} {value}"));
+                }
+            }
+        }
+        gauges.push(format!(
+            "{}",
+            metrics.sum(QUEUED, &[("model", &self.name)])?
+        ));
+        gauges.sort();
+        Ok(gauges)
     }
 
     /// What the routers count as load of a worker: blocks of a decode worker, prompt tokens of a
@@ -300,23 +349,13 @@ impl Fleet {
         );
         let prefix = format!("worker_id={} dp_rank={rank},", worker.id);
         until(&what, async || {
-            let ask = Ask::new(prompt)
-                .decode(worker)
-                .header("x-dynamo-dp-rank", rank)
-                .query_only();
+            let ask = Ask::new(prompt).decode(worker, rank).query_only();
             let before = self.trace.lines("Selected pinned worker").len();
             let answer = self.send_to(frontend, ask)?.answer().await?;
             ensure!(answer.status == 200, "{}: {}", answer.status, answer.body);
             let lines = self.trace.lines("Selected pinned worker");
-            let line = lines[before..]
-                .iter()
-                .find(|line| line.message().contains(&prefix))
+            let found = found_blocks(&lines[before..], &prefix)?
                 .with_context(|| format!("no choice was logged: {}", answer.body))?;
-            let (_, found) = line
-                .message()
-                .rsplit_once("effective cached blocks: ")
-                .context("the router logs its choices in another way")?;
-            let found: f64 = found.trim().parse()?;
             Ok(if found == blocks as f64 {
                 Ok(())
             } else {
@@ -326,11 +365,36 @@ impl Fleet {
         .await
     }
 
+    /// Waits until the first frontend's router knows that a prefill worker holds as many blocks of
+    /// `prompt` as said. Each look is a request, which the first decode worker gets, too.
+    pub(crate) async fn prefill_holds(
+        &self,
+        worker: &Worker,
+        prompt: &[u32],
+        blocks: usize,
+    ) -> Result<()> {
+        let what = format!("{blocks} blocks are known of {}", worker.name());
+        let prefix = format!("worker_id={} dp_rank=0,", worker.id);
+        until(&what, async || {
+            let before = self.trace.lines("Selected pinned worker").len();
+            let ask = Ask::new(prompt)
+                .prefill(worker, 0)
+                .decode(&self.decode[0], 0);
+            self.ask(ask).await?.complete()?;
+            let lines = self.trace.lines("Selected pinned worker");
+            Ok(match found_blocks(&lines[before..], &prefix)? {
+                Some(found) if found == blocks as f64 => Ok(()),
+                found => Err(format!("{found:?}")),
+            })
+        })
+        .await
+    }
+
     /// Waits until a frontend's router would not send a request to a decode worker any more.
     pub(crate) async fn unrouted(&self, frontend: usize, worker: &Worker) -> Result<()> {
         let what = format!("{} is not routed to", worker.name());
         until(&what, async || {
-            let ask = Ask::new(&PROBE).decode(worker).query_only();
+            let ask = Ask::new(&PROBE).decode(worker, 0).query_only();
             let answer = self.send_to(frontend, ask)?.answer().await?;
             Ok(if answer.status == 200 {
                 Err(answer.body)
@@ -345,14 +409,24 @@ impl Fleet {
     ///
     /// Two witnesses, since neither suffices: the gauges of loads change with a booking at once but
     /// are shared by the frontends of a process, the routers' own events come later. What was booked
-    /// at a worker that is gone is forgotten with it, without an event.
+    /// at a worker that is gone is forgotten with it, without an event. Two requests that end at once
+    /// may leave the gauge of their worker at what was between; one more shows whether that is so.
     pub(crate) async fn nothing_booked(&self) -> Result<()> {
+        let mut looks = 0;
         until("nothing is booked", async || {
             let mut booked = Vec::new();
+            looks += 1;
+            if looks % LOOKS_BEFORE_A_PROBE == 0 {
+                for probe in probes(&present(&self.prefill), &present(&self.decode)) {
+                    probe.send(&self.frontend(0)?.client).answer().await?;
+                }
+            }
             let metrics = self.metrics(0).await?;
+            let is_shared = self.frontends.len() > 1;
             for worker in self.prefill.iter().chain(&self.decode) {
                 let load = self.load_on(&metrics, worker)?;
-                if load != 0.0 {
+                // One frontend's change may come after the other one removed the worker's gauge.
+                if load != 0.0 && !(is_shared && worker.is_gone()) {
                     booked.push(format!("{}: a load of {load}", worker.name()));
                 }
             }
@@ -371,6 +445,20 @@ impl Fleet {
                 Ok(())
             } else {
                 Err(booked.join("; "))
+            })
+        })
+        .await
+    }
+
+    /// Waits until as many requests as said wait in the routers' queues.
+    pub(crate) async fn queued(&self, requests: usize) -> Result<()> {
+        until(&format!("{requests} requests are queued"), async || {
+            let metrics = self.metrics(0).await?;
+            let queued = metrics.sum(QUEUED, &[("model", &self.name)])?;
+            Ok(if queued == requests as f64 {
+                Ok(())
+            } else {
+                Err(format!("{queued}"))
             })
         })
         .await
@@ -414,6 +502,50 @@ impl Drop for Fleet {
             frontend.runtime.shutdown();
         }
     }
+}
+
+fn present(pool: &[Arc<Worker>]) -> Vec<Arc<Worker>> {
+    let present = pool.iter().filter(|worker| !worker.is_gone());
+    present.cloned().collect()
+}
+
+/// Requests that get to each of these workers.
+fn probes(prefill: &[Arc<Worker>], decode: &[Arc<Worker>]) -> Vec<Ask> {
+    let fits = |one: &Worker, other: &Worker| one.spec.zone == other.spec.zone;
+    let mut probes = Vec::new();
+    let mut probed = vec![false; prefill.len()];
+    for (number, worker) in decode.iter().enumerate() {
+        let ask = Ask::new(&PROBE).decode(worker, 0);
+        let mut partners = (0..prefill.len()).map(|place| (number + place) % prefill.len());
+        probes.push(
+            match partners.find(|place| fits(&prefill[*place], worker)) {
+                // A pin for decode alone would be taken for one for prefill too.
+                Some(place) => {
+                    probed[place] = true;
+                    ask.prefill(&prefill[place], 0)
+                }
+                None => ask.query_only(),
+            },
+        );
+    }
+    for (worker, _) in prefill.iter().zip(probed).filter(|(_, probed)| !probed) {
+        if let Some(partner) = decode.iter().find(|partner| fits(worker, partner)) {
+            probes.push(Ask::new(&PROBE).decode(partner, 0).prefill(worker, 0));
+        }
+    }
+    probes
+}
+
+/// The cached blocks that a logged choice of a worker names.
+fn found_blocks(lines: &[Line], of: &str) -> Result<Option<f64>> {
+    let Some(line) = lines.iter().find(|line| line.message().contains(of)) else {
+        return Ok(None);
+    };
+    let (_, found) = line
+        .message()
+        .rsplit_once("effective cached blocks: ")
+        .context("the router logs its choices in another way")?;
+    Ok(Some(found.trim().parse()?))
 }
 
 /// A prompt of as many tokens as said, none of them special.

@@ -33,11 +33,14 @@ pub(super) struct Bookings {
     pub(super) open: BTreeMap<Key, u64>,
     /// Pools of each router that something was heard of.
     pub(super) heard: BTreeSet<(u64, &'static str)>,
+    /// How many events were heard.
+    pub(super) events: usize,
 }
 
 impl Bookings {
     fn apply(&mut self, role: WorkerType, event: ActiveSequenceEvent) {
         self.heard.insert((event.router_id, role.as_str()));
+        self.events += 1;
         let key = (event.router_id, role.as_str(), event.request_id);
         match event.data {
             ActiveSequenceEventData::AddRequest { .. } => {

@@ -4,14 +4,18 @@
 
 mod ask;
 mod deployment;
+mod engine;
 mod ledger;
+mod loose;
 mod run;
 mod script;
 mod trace;
 mod worker;
 
-pub(crate) use ask::Ask;
+pub(crate) use ask::{Answer, Ask, Sent};
 pub(crate) use deployment::{Builder, Fleet, prompt};
-pub(crate) use run::run;
+pub(crate) use engine::{Outcome, Received};
+pub(crate) use run::{run, until};
 pub(crate) use script::{Gate, Script, Step};
-pub(crate) use worker::{Outcome, Spec};
+pub(crate) use trace::Trace;
+pub(crate) use worker::{Spec, Worker, capability};

@@ -63,10 +63,12 @@ pub(crate) enum Step {
     Begin,
     /// Waits at a gate. A request whose client is gone ends here.
     Wait(Gate),
-    /// Sends one token.
+    /// Sends one token; a prefill worker has none.
     Token,
     /// Sends the last output: a prefill worker its handover, a decode worker a token.
     Finish,
+    /// Sends the last output, for the model had no more to say: nothing is handed over.
+    End,
     /// Refuses, before or after the beginning.
     Refuse(ErrorClass),
     /// The worker dies, with all that it runs.

@@ -20,7 +20,7 @@ const TARGETS: [&str; 5] = [
     "kvdelta",
 ];
 /// Log lines that a failed test shows.
-const TAIL: usize = 40;
+const TAIL: usize = 20;
 
 /// Spans and log lines so far.
 #[derive(Clone, Debug, Default)]

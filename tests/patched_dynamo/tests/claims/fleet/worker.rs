@@ -4,45 +4,37 @@
 //! events that a test has them publish, over Dynamo's event plane and with its local indexer.
 
 use std::collections::{HashMap, VecDeque};
-use std::panic::resume_unwind;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use async_trait::async_trait;
 use dynamo_kv_router::compute_block_hash_for_seq;
 use dynamo_kv_router::protocols::{
     BlockHashOptions, ExternalSequenceBlockHash, KvCacheEvent, KvCacheEventData, KvCacheRemoveData,
-    KvCacheStoreData, KvCacheStoredBlockData, compute_seq_hash_for_block,
+    KvCacheStoreData, KvCacheStoredBlockData, KvTransferEnforcement, LocalBlockHash, StorageTier,
+    compute_seq_hash_for_block,
 };
 use dynamo_llm::kv_router::publisher::KvEventPublisher;
 use dynamo_llm::local_model::LocalModelBuilder;
-use dynamo_llm::local_model::runtime_config::{
-    DisaggregatedEndpoint, KvTransferEnforcement, ModelRuntimeConfig,
-};
+use dynamo_llm::local_model::runtime_config::{DisaggregatedEndpoint, ModelRuntimeConfig};
 use dynamo_llm::model_type::{ModelInput, ModelType};
-use dynamo_llm::protocols::common::FinishReason;
-use dynamo_llm::protocols::common::llm_backend::LLMEngineOutput;
-use dynamo_llm::types::Annotated;
 use dynamo_llm::worker_type::WorkerType;
 use dynamo_runtime::component::{Endpoint, StartedEndpoint};
-use dynamo_runtime::engine::{AsyncEngineContext, AsyncEngineContextProvider};
-use dynamo_runtime::error::{DynamoError, ErrorClass};
+use dynamo_runtime::discovery::ModelCardInstanceId;
 use dynamo_runtime::pipeline::network::Ingress;
-use dynamo_runtime::pipeline::{AsyncEngine, Error, ManyOut, ResponseStream, SingleIn};
-use dynamo_runtime::protocols::maybe_error::MaybeError;
 use dynamo_runtime::{DistributedRuntime, Runtime};
-use futures::StreamExt;
 use kvdelta_recorder::deployment::distributed;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use super::engine::{Engine, Received, State, lock};
 use super::run::{LIMIT, workers};
-use super::script::{Script, Step};
+use super::script::Script;
 
-/// A prompt that a worker answers whatever its script, and does not keep.
-pub(super) const PROBE: [u32; 3] = [97, 98, 99];
+const ENDPOINT: &str = "generate";
+/// Where a decode worker says that it settles claims.
+const CAPABILITY_KEY: &str = "decode_cache_info";
 /// The domain in which a worker's zone stands.
 const DOMAIN: &str = "zone";
 
@@ -65,8 +57,12 @@ pub(crate) struct Spec {
     pub(crate) eagle: bool,
     /// Whether it publishes KV events.
     pub(crate) events: bool,
+    /// Whether it keeps them for those that come late.
+    pub(crate) local_indexer: bool,
     /// For prefill workers: whether decode starts at the same time, as with SGLang.
     pub(crate) bootstrap: bool,
+    /// For prefill workers: whether they leave out what a claim says.
+    pub(crate) cuts: bool,
 }
 
 impl Default for Spec {
@@ -80,18 +76,52 @@ impl Default for Spec {
             runtime_data: HashMap::new(),
             eagle: false,
             events: true,
+            local_indexer: true,
             bootstrap: false,
+            cuts: false,
         }
     }
 }
 
+/// What a decode worker with these blocks advertises that settles claims.
+pub(crate) fn capability(block_tokens: u32) -> Value {
+    json!({
+        "version": 1,
+        "block_size": block_tokens,
+        "prefix_caching": true,
+        "cache_groups": ["full_attention"],
+    })
+}
+
 impl Spec {
+    /// A decode worker that settles claims.
+    pub(crate) fn claims() -> Self {
+        let spec = Self::default();
+        let capability = capability(spec.block_tokens);
+        spec.advertises(capability)
+    }
+
+    /// It advertises this of claims.
+    pub(crate) fn advertises(mut self, capability: Value) -> Self {
+        self.runtime_data
+            .insert(CAPABILITY_KEY.to_owned(), capability);
+        self
+    }
+
+    /// A prefill worker that cuts its offer for a claim.
+    pub(crate) fn cuts() -> Self {
+        Self {
+            cuts: true,
+            ..Self::default()
+        }
+    }
+
     fn runtime_config(&self) -> ModelRuntimeConfig {
         let mut config = ModelRuntimeConfig {
             total_kv_blocks: Some(self.blocks),
             max_num_batched_tokens: Some(8192),
             data_parallel_size: self.ranks,
-            enable_local_indexer: self.events,
+            enable_local_indexer: self.events && self.local_indexer,
             kv_event_publishing_enabled: Some(self.events),
             runtime_data: self.runtime_data.clone(),
             enable_eagle: self.eagle,
@@ -117,48 +147,6 @@ impl Spec {
     }
 }
 
-/// How a request ended at a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Outcome {
-    /// It has not.
-    Running,
-    /// By the last output.
-    Finished,
-    /// The worker refused it.
-    Refused,
-    /// The router or the client gave it up.
-    Aborted,
-    /// The worker died.
-    Died,
-}
-
-/// A request as a worker got it.
-#[derive(Clone, Debug)]
-pub(crate) struct Received {
-    /// Its place among all that the fleet's workers got.
-    pub(crate) order: u64,
-    /// Dynamo's id of the request, the same for both legs.
-    pub(crate) id: String,
-    /// The whole request, undecoded.
-    pub(crate) request: Value,
-    /// How it ended.
-    pub(crate) outcome: Outcome,
-}
-
-impl Received {
-    /// The rank that it was sent to, if the router chose one.
-    pub(crate) fn rank(&self) -> Option<u64> {
-        self.request.pointer("/routing/dp_rank")?.as_u64()
-    }
-
-    /// The claim that came with it.
-    pub(crate) fn claim(&self) -> Option<&Value> {
-        self.request
-            .get("decode_cache_info")
-            .filter(|claim| !claim.is_null())
-    }
-}
-
 /// What the workers of a fleet have in common.
 #[derive(Debug)]
 pub(super) struct Common<'a> {
@@ -179,6 +167,7 @@ pub(crate) struct Worker {
     state: Arc<State>,
     events: Vec<KvEventPublisher>,
     runtime: DistributedRuntime,
+    namespace: String,
     gone: Mutex<bool>,
     _endpoint: StartedEndpoint,
 }
@@ -192,7 +181,7 @@ pub(super) fn endpoint(
     Ok(runtime
         .namespace(namespace)?
         .component(role.as_str())?
-        .endpoint("generate"))
+        .endpoint(ENDPOINT))
 }
 
 impl Worker {
@@ -213,6 +202,7 @@ impl Worker {
             always: Mutex::new(Script::answer()),
             received: watch::Sender::new(Vec::new()),
             dead: watch::Sender::new(false),
+            cuts: spec.cuts,
         });
         let (model, namespace) = (common.model.to_owned(), common.namespace.to_owned());
         let (started, told) = (state.clone(), spec.clone());
@@ -229,6 +219,7 @@ impl Worker {
             state,
             events,
             runtime,
+            namespace: common.namespace.to_owned(),
             gone: Mutex::new(false),
             _endpoint: endpoint,
         })
@@ -316,7 +307,34 @@ impl Worker {
             start_position: None,
             blocks,
         };
-        self.publish(rank, KvCacheEventData::Stored(stored))
+        self.publish(rank, KvCacheEventData::Stored(stored), StorageTier::Device)
+    }
+
+    /// Publishes that a rank holds the whole blocks of `tokens` after the first `skipped` in host
+    /// memory.
+    pub(crate) fn store_on_host(&self, rank: usize, tokens: &[u32], skipped: usize) -> Result<()> {
+        let blocks = self.block_hashes(tokens);
+        let hashes = compute_seq_hash_for_block(&blocks);
+        let mut stored =
+            blocks
+                .into_iter()
+                .zip(&hashes)
+                .map(|(tokens_hash, hash)| KvCacheStoredBlockData {
+                    block_hash: ExternalSequenceBlockHash(*hash),
+                    tokens_hash,
+                    mm_extra_info: None,
+                });
+        let parent = stored.by_ref().take(skipped).last();
+        let stored = KvCacheStoreData {
+            parent_hash: parent.map(|block| block.block_hash),
+            start_position: None,
+            blocks: stored.collect(),
+        };
+        self.publish(
+            rank,
+            KvCacheEventData::Stored(stored),
+            StorageTier::HostPinned,
+        )
     }
 
     /// Publishes that a rank holds blocks no more.
@@ -325,15 +343,19 @@ impl Worker {
         let removed = KvCacheRemoveData {
             block_hashes: hashes.collect(),
         };
-        self.publish(rank, KvCacheEventData::Removed(removed))
+        self.publish(
+            rank,
+            KvCacheEventData::Removed(removed),
+            StorageTier::Device,
+        )
     }
 
     /// Publishes that a rank holds nothing.
     pub(crate) fn clear(&self, rank: usize) -> Result<()> {
-        self.publish(rank, KvCacheEventData::Cleared)
+        self.publish(rank, KvCacheEventData::Cleared, StorageTier::Device)
     }
 
-    fn block_hashes(&self, tokens: &[u32]) -> Vec<dynamo_kv_router::protocols::LocalBlockHash> {
+    fn block_hashes(&self, tokens: &[u32]) -> Vec<LocalBlockHash> {
         let options = BlockHashOptions {
             is_eagle: Some(self.spec.eagle),
             ..BlockHashOptions::default()
@@ -341,7 +363,7 @@ impl Worker {
         compute_block_hash_for_seq(tokens, self.spec.block_tokens, options)
     }
 
-    fn publish(&self, rank: usize, data: KvCacheEventData) -> Result<()> {
+    fn publish(&self, rank: usize, data: KvCacheEventData, tier: StorageTier) -> Result<()> {
         let events = self.events.get(rank);
         let events =
             events.with_context(|| format!("{} has no events of rank {rank}", self.name()))?;
@@ -350,8 +372,24 @@ impl Worker {
             data,
             dp_rank: u32::try_from(rank)?,
         };
-        let sent = events.publish(event);
+        let sent = events.publish_with_storage_tier(event, tier);
         sent.map_err(|_| anyhow!("{}: its KV events ended", self.name()))
+    }
+
+    /// Tells discovery its taints anew.
+    pub(crate) async fn taint(&self, taints: &[&str]) -> Result<()> {
+        let card = ModelCardInstanceId {
+            namespace: self.namespace.clone(),
+            component: self.role.as_str().to_owned(),
+            endpoint: ENDPOINT.to_owned(),
+            instance_id: self.id,
+            model_suffix: None,
+        };
+        let taints = taints.iter().map(|taint| (*taint).to_owned()).collect();
+        self.runtime
+            .discovery()
+            .update_model_taints(card, taints)
+            .await
     }
 
     /// Dies as a killed process does: what it runs and what it is sent from now on ends without an
@@ -378,10 +416,6 @@ impl Drop for Worker {
             self.leave();
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Registers the worker's card and serves its endpoint; its KV event publishers, by rank.
@@ -414,7 +448,7 @@ async fn serve(
                 endpoint.clone(),
                 spec.block_tokens,
                 None,
-                true,
+                spec.local_indexer,
                 rank,
                 None,
             )
@@ -436,175 +470,4 @@ async fn serve(
         .start_with_registration()
         .await?;
     Ok((serving, events))
-}
-
-struct State {
-    name: String,
-    role: WorkerType,
-    order: Arc<AtomicU64>,
-    next: Mutex<VecDeque<Script>>,
-    always: Mutex<Script>,
-    received: watch::Sender<Vec<Received>>,
-    dead: watch::Sender<bool>,
-}
-
-impl State {
-    fn script(&self) -> Script {
-        let next = lock(&self.next).pop_front();
-        next.unwrap_or_else(|| lock(&self.always).clone())
-    }
-
-    fn output(&self, last: bool) -> LLMEngineOutput {
-        let prefill = self.role == WorkerType::Prefill;
-        LLMEngineOutput {
-            token_ids: vec![10],
-            finish_reason: last.then_some(FinishReason::Length),
-            disaggregated_params: (prefill && last).then(|| json!({ "from": self.name })),
-            index: Some(0),
-            ..LLMEngineOutput::default()
-        }
-    }
-}
-
-struct Engine(Arc<State>);
-
-#[async_trait]
-impl AsyncEngine<SingleIn<Value>, ManyOut<Annotated<LLMEngineOutput>>, Error> for Engine {
-    async fn generate(
-        &self,
-        input: SingleIn<Value>,
-    ) -> Result<ManyOut<Annotated<LLMEngineOutput>>, Error> {
-        let (request, context) = input.into_parts();
-        let context = context.context();
-        let state = self.0.clone();
-        if request.get("token_ids") == Some(&json!(PROBE)) {
-            let output = Annotated::from_data(state.output(true));
-            let outputs = futures::stream::iter([output]);
-            return Ok(ResponseStream::new(outputs.boxed(), context));
-        }
-        let mut run = Run::begin(state, request, context.clone());
-        if let Next::Refused(error) = run.next(&|step| matches!(step, Step::Begin)).await {
-            return Err(error.into());
-        }
-        let outputs = futures::stream::unfold(run, |mut run| async move {
-            match run
-                .next(&|step| matches!(step, Step::Token | Step::Finish))
-                .await
-            {
-                Next::Step(step) => {
-                    let last = matches!(step, Step::Finish);
-                    if last {
-                        run.end(Outcome::Finished);
-                    }
-                    Some((Annotated::from_data(run.state.output(last)), run))
-                }
-                Next::Refused(error) => Some((Annotated::from_err(error), run)),
-                Next::Ended => None,
-            }
-        });
-        Ok(ResponseStream::new(outputs.boxed(), context))
-    }
-}
-
-/// A request at its worker.
-struct Run {
-    state: Arc<State>,
-    context: Arc<dyn AsyncEngineContext>,
-    steps: VecDeque<Step>,
-    place: usize,
-}
-
-/// What a run comes to.
-enum Next {
-    Step(Step),
-    Refused(DynamoError),
-    Ended,
-}
-
-/// What unwinds a request of a dead worker, so that its connection closes without an end.
-struct Death;
-
-impl Run {
-    fn begin(state: Arc<State>, request: Value, context: Arc<dyn AsyncEngineContext>) -> Self {
-        let steps = state.script().0.into();
-        let mut place = 0;
-        state.received.send_modify(|received| {
-            place = received.len();
-            received.push(Received {
-                order: state.order.fetch_add(1, Ordering::SeqCst),
-                id: context.id().to_owned(),
-                request,
-                outcome: Outcome::Running,
-            });
-        });
-        Self {
-            state,
-            context,
-            steps,
-            place,
-        }
-    }
-
-    /// Goes on to the next step that is `wanted`.
-    async fn next(&mut self, wanted: &(dyn Fn(&Step) -> bool + Sync)) -> Next {
-        self.die_if_dead();
-        while let Some(step) = self.steps.pop_front() {
-            match step {
-                step if wanted(&step) => return Next::Step(step),
-                Step::Wait(gate) => {
-                    let mut dead = self.state.dead.subscribe();
-                    tokio::select! {
-                        () = gate.pass() => {}
-                        _ = dead.wait_for(|dead| *dead) => {}
-                        () = self.context.stopped() => {
-                            self.end(Outcome::Aborted);
-                            self.steps.clear();
-                            return Next::Refused(refusal(ErrorClass::Cancelled, &self.state.name));
-                        }
-                    }
-                    self.die_if_dead();
-                }
-                Step::Refuse(class) => {
-                    self.end(Outcome::Refused);
-                    self.steps.clear();
-                    return Next::Refused(refusal(class, &self.state.name));
-                }
-                Step::Die => {
-                    self.state.dead.send_replace(true);
-                    self.die_if_dead();
-                }
-                Step::Begin | Step::Token | Step::Finish => {}
-            }
-        }
-        Next::Ended
-    }
-
-    fn die_if_dead(&self) {
-        if *self.state.dead.borrow() {
-            self.end(Outcome::Died);
-            resume_unwind(Box::new(Death));
-        }
-    }
-
-    fn end(&self, outcome: Outcome) {
-        self.state.received.send_modify(|received| {
-            let this = &mut received[self.place];
-            if this.outcome == Outcome::Running {
-                this.outcome = outcome;
-            }
-        });
-    }
-}
-
-impl Drop for Run {
-    fn drop(&mut self) {
-        self.end(Outcome::Aborted);
-    }
-}
-
-fn refusal(class: ErrorClass, name: &str) -> DynamoError {
-    DynamoError::builder()
-        .class(class)
-        .message(format!("{name} refuses as its script says"))
-        .build()
 }
