@@ -10,7 +10,8 @@ pub struct PromptShape {
     pub prompt_tokens: usize,
     /// Tokens of a block of the decode worker.
     pub block_size: BlockSize,
-    /// Whether the engine never reuses the last matching block (EAGLE, MTP).
+    /// Whether the longest prefix that the engine reuses is one block shorter (EAGLE as SGLang has it). Of an
+    /// engine that reuses one block less than matches, wherever that ends (vLLM's), nothing may be claimed.
     pub drops_last_block: bool,
 }
 

@@ -6,7 +6,9 @@ use anyhow::{Result, ensure};
 use dynamo_runtime::error::ErrorClass;
 
 use crate::fleet::{Ask, Builder, Gate, Outcome, Script, Spec, Step, Trace, prompt, run};
-use crate::scene::{BLOCK, HELD, Scene, WEIGHT, at_rest, hold, is_claim, longer, pair, refusal};
+use crate::scene::{
+    BLOCK, HELD, Scene, WEIGHT, at_rest, hold, is_claim, longer, pair, refusal, voided,
+};
 
 fn bootstrap() -> Spec {
     Spec {
@@ -227,6 +229,36 @@ fn prefill_is_in_the_zone_of_the_claim() -> Result<()> {
         assert_eq!(fleet.prefill[0].received()[0].claim(), None);
         assert_eq!(refusal(&trace), "topology");
         assert_eq!(fleet.decode[1].received().len(), 1);
+        at_rest(&fleet).await
+    })
+}
+
+#[test]
+fn an_offer_cut_for_a_worker_that_left_its_zone_goes_to_no_other() -> Result<()> {
+    run(async |trace| {
+        let fleet = Builder::new(WEIGHT)?
+            .prefill(1, zone("a", Spec::cuts()))
+            .decode(2, zone("a", Spec::claims()))
+            .migrations(0)
+            .start(&trace)
+            .await?;
+        let (prefill, holder) = (&fleet.prefill[0], &fleet.decode[0]);
+        let prefix = prompt(1, HELD * BLOCK);
+        hold(holder, 0, &prefix)?;
+        fleet.hold_known(holder, 0, &prefix).await?;
+        let gate = Gate::closed();
+        prefill.next(Script::slow(&gate));
+        let sent = fleet.send(Ask::new(&longer(&prefix, 1)))?;
+        gate.reached_by(1).await?;
+        is_claim(&prefill.received()[0], holder, 0, HELD)?;
+        holder.leave();
+        fleet.unrouted(0, holder).await?;
+        gate.open();
+        sent.answer().await?.complete()?;
+        let told = prefill.received();
+        ensure!(told.len() == 2, "prefill ran {} times", told.len());
+        ensure!(told[1].claim().is_none());
+        assert_eq!(voided(&trace), ["worker_gone"]);
         at_rest(&fleet).await
     })
 }
