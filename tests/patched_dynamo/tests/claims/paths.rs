@@ -99,6 +99,33 @@ fn with_bootstrap_a_prefill_that_fails_ends_the_request() -> Result<()> {
 }
 
 #[test]
+fn with_bootstrap_a_client_that_leaves_leaves_no_booking() -> Result<()> {
+    run(async |trace| {
+        let scene = Scene::start(&trace, pair(bootstrap())?).await?;
+        let (prefill, holder) = (scene.prefill(), scene.holder());
+        let (of_prefill, of_decode) = (Gate::closed(), Gate::closed());
+        prefill.next(Script::slow(&of_prefill));
+        holder.next(Script::slow_after_a_token(&of_decode));
+        let mut sent = scene.fleet.send(scene.ask(1))?;
+        sent.messages(1).await?;
+        is_claim(&prefill.received()[0], holder, 0, HELD)?;
+        sent.disconnect();
+        holder
+            .until("an aborted request", |all| {
+                all[0].outcome == Outcome::Aborted
+            })
+            .await?;
+        of_prefill.open();
+        prefill
+            .until("an end", |all| all[0].outcome != Outcome::Running)
+            .await?;
+        scene.at_rest().await?;
+        scene.fleet.ask(scene.ask(2)).await?.complete()?;
+        scene.at_rest().await
+    })
+}
+
+#[test]
 fn a_session_has_claims_from_its_second_request() -> Result<()> {
     run(async |trace| {
         let builder =
