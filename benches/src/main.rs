@@ -2,11 +2,10 @@
 
 //! Measures kvdelta's index beside those of `dynamo-kv-router` 1.6.1.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Parser, ValueEnum};
 use kvdelta_benches::contender::Contender;
 use kvdelta_benches::data::Data;
@@ -175,26 +174,12 @@ fn main() -> Result<()> {
         };
         report.memory = memory::run(&plan, &mut progress)?;
     }
-    show(&options, &report)
-}
-
-fn show(options: &Options, report: &Report) -> Result<()> {
-    let json = || serde_json::to_string_pretty(report);
-    match options.json.as_deref() {
-        Some(path) if path == Path::new("-") => println!("{}", json()?),
-        path => {
-            println!("{}", report.page().text());
-            if let Some(path) = path {
-                fs::write(path, json()? + "\n")
-                    .with_context(|| format!("--json: cannot write {}", path.display()))?;
-            }
-        }
-    }
-    if options.markdown {
-        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/index-benchmark.md");
-        report.page().write_into(&docs)?;
-    }
-    Ok(())
+    report.page().show(
+        &report,
+        options.json.as_deref(),
+        options.markdown,
+        "index-benchmark.md",
+    )
 }
 
 fn left_out(options: &Options) -> Vec<String> {

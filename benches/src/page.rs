@@ -125,6 +125,36 @@ impl Page<'_> {
         out + &self.remarks()
     }
 
+    /// Shows a finished run as its options ask: `json` names a file for `data`, or is `-` for the terminal in
+    /// place of the tables; with `markdown` they go into `docs`, a file of docs/.
+    ///
+    /// # Errors
+    /// A file that cannot be written, or has no markers.
+    pub fn show(
+        &self,
+        data: &impl Serialize,
+        json: Option<&Path>,
+        markdown: bool,
+        docs: &str,
+    ) -> Result<()> {
+        let text = || serde_json::to_string_pretty(data);
+        match json {
+            Some(path) if path == Path::new("-") => println!("{}", text()?),
+            path => {
+                println!("{}", self.text());
+                if let Some(path) = path {
+                    fs::write(path, text()? + "\n")
+                        .with_context(|| format!("--json: cannot write {}", path.display()))?;
+                }
+            }
+        }
+        if markdown {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+            self.write_into(&folder.join(docs))?;
+        }
+        Ok(())
+    }
+
     /// Puts the markdown between the markers of `file`.
     pub fn write_into(&self, file: &Path) -> Result<()> {
         let shown = file.display();

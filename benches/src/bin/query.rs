@@ -2,11 +2,10 @@
 
 //! Measures the query from tokens to a claim.
 
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Parser;
 use kvdelta_benches::claim::{Plan, Report, run};
 use kvdelta_benches::page::Machine;
@@ -67,20 +66,10 @@ fn main() -> Result<()> {
                 .to_owned(),
         ],
     };
-    let json = || serde_json::to_string_pretty(&report);
-    match options.json.as_deref() {
-        Some(path) if path == Path::new("-") => println!("{}", json()?),
-        path => {
-            println!("{}", report.page().text());
-            if let Some(path) = path {
-                fs::write(path, json()? + "\n")
-                    .with_context(|| format!("--json: cannot write {}", path.display()))?;
-            }
-        }
-    }
-    if options.markdown {
-        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/query-benchmark.md");
-        report.page().write_into(&docs)?;
-    }
-    Ok(())
+    report.page().show(
+        &report,
+        options.json.as_deref(),
+        options.markdown,
+        "query-benchmark.md",
+    )
 }
