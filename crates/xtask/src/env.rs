@@ -43,25 +43,31 @@ pub(crate) fn engines(cache: &Cache) -> Result<PathBuf> {
     let lock = engines_folder().join("requirements.lock");
     environment(cache, "python-engines", &lock, |python, lock| {
         // pip unpacks one package after the other; uv is much faster and reads the same lock.
-        let mut install = Command::new(&uv);
-        install
-            .args([
-                "-m",
-                "uv",
-                "pip",
-                "install",
-                // Every worker imports thousands of files.
-                "--compile-bytecode",
-                "--no-deps",
-                "--require-hashes",
-            ])
-            .arg("--python")
-            .arg(python)
-            .arg("-r")
-            .arg(lock)
-            .env("UV_CACHE_DIR", cache.folder("uv")?);
+        let mut install = uv_install(cache, &uv, python, lock)?;
+        // Every worker imports thousands of files.
+        install.arg("--compile-bytecode");
         Ok(install)
     })
+}
+
+/// uv's installation of what a lock file names, for `python`; `uv` is the Python that has it.
+fn uv_install(cache: &Cache, uv: &Path, python: &Path, lock: &Path) -> Result<Command> {
+    let mut install = Command::new(uv);
+    install
+        .args([
+            "-m",
+            "uv",
+            "pip",
+            "install",
+            "--no-deps",
+            "--require-hashes",
+        ])
+        .arg("--python")
+        .arg(python)
+        .arg("-r")
+        .arg(lock)
+        .env("UV_CACHE_DIR", cache.folder("uv")?);
+    Ok(install)
 }
 
 /// The Python of the environment with uv, libclang, ruff and mypy.
@@ -88,23 +94,8 @@ pub(crate) fn pytest(cache: &Cache) -> Result<PathBuf> {
     let uv = tools(cache)?;
     let lock = engines_folder().join("pytest.lock");
     cache.entry("python-pytest", &Key::new().file(&lock)?, |folder| {
-        let mut install = Command::new(&uv);
-        install
-            .args([
-                "-m",
-                "uv",
-                "pip",
-                "install",
-                "--no-deps",
-                "--require-hashes",
-            ])
-            .arg("--python")
-            .arg(&uv)
-            .arg("--target")
-            .arg(folder)
-            .arg("-r")
-            .arg(&lock)
-            .env("UV_CACHE_DIR", cache.folder("uv")?);
+        let mut install = uv_install(cache, &uv, &uv, &lock)?;
+        install.arg("--target").arg(folder);
         let log = cache.folder("logs")?.join("python-pytest.log");
         command::logged("pytest", install, &log)
     })
@@ -120,23 +111,10 @@ pub(crate) fn wheel(cache: &Cache, name: &str, version: &str, sha256: &str) -> R
         let (lock, unpacked) = (scratch.path().join("lock"), scratch.path().join("unpacked"));
         fs::write(&lock, &requirement)?;
         let python = tools(cache)?;
-        let mut install = Command::new(&python);
+        let mut install = uv_install(cache, &python, &python, &lock)?;
         install
-            .args([
-                "-m",
-                "uv",
-                "pip",
-                "install",
-                "--no-deps",
-                "--require-hashes",
-            ])
-            .args(["--no-build", "--link-mode", "copy", "--python"])
-            .arg(&python)
-            .arg("--target")
-            .arg(&unpacked)
-            .arg("-r")
-            .arg(&lock)
-            .env("UV_CACHE_DIR", cache.folder("uv")?);
+            .args(["--no-build", "--link-mode", "copy", "--target"])
+            .arg(&unpacked);
         let log = cache.folder("logs")?.join(format!("wheel-{name}.log"));
         command::logged(&format!("{name} {version}"), install, &log)?;
         copy_python(&unpacked, folder)
