@@ -2,12 +2,16 @@
 
 //! Signals that ask the command to end. Whoever waits looks here, and ends what it started.
 
+use std::path::Path;
 use std::sync::OnceLock;
 use std::thread;
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use tokio::signal::unix::{SignalKind, signal};
+
+use crate::cache::Cache;
+use crate::progress::say;
 
 static ASKED: OnceLock<&'static str> = OnceLock::new();
 
@@ -46,6 +50,31 @@ pub(crate) fn check() -> Result<()> {
         bail!("{name}; everything that was started is stopped");
     }
     Ok(())
+}
+
+/// Runs `scenarios` in a folder of the cache's runs, until it ends or a signal comes. The folder, with the
+/// logs, is kept if it failed.
+pub(crate) fn run(
+    cache: &Cache,
+    name: &str,
+    scenarios: impl AsyncFnOnce(&Path) -> Result<()>,
+) -> Result<()> {
+    let folder = tempfile::Builder::new()
+        .prefix(&format!("{name}-"))
+        .tempdir_in(cache.folder("runs")?)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
+    let result = runtime.block_on(async {
+        tokio::select! {
+            result = scenarios(folder.path()) => result,
+            error = asked() => Err(error),
+        }
+    });
+    if result.is_err() {
+        say(format!("logs are kept in {}", folder.keep().display()));
+    }
+    result
 }
 
 /// Waits for a signal.

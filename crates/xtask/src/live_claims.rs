@@ -60,22 +60,9 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
     };
     // The aggregated worker stays beside them: a turn contains the answer to the one before.
     fleet::check_memory(2 + DECODE_WORKERS)?;
-    let folder = tempfile::Builder::new()
-        .prefix("live-claims-")
-        .tempdir_in(cache.folder("runs")?)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()?;
-    let result = runtime.block_on(async {
-        tokio::select! {
-            result = scenarios(&parts, folder.path()) => result,
-            error = interrupt::asked() => Err(error),
-        }
-    });
-    if result.is_err() {
-        say(format!("logs are kept in {}", folder.keep().display()));
-    }
-    result
+    interrupt::run(cache, "live-claims", async |folder| {
+        scenarios(&parts, folder).await
+    })
 }
 
 async fn scenarios(parts: &Parts, folder: &Path) -> Result<()> {

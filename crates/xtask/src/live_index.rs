@@ -59,22 +59,9 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
         python,
     };
     fleet::check_memory(2)?;
-    let folder = tempfile::Builder::new()
-        .prefix("live-index-")
-        .tempdir_in(cache.folder("runs")?)?;
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .enable_all()
-        .build()?;
-    let result = runtime.block_on(async {
-        tokio::select! {
-            result = scenarios(&parts, folder.path()) => result,
-            error = interrupt::asked() => Err(error),
-        }
-    });
-    if result.is_err() {
-        say(format!("logs are kept in {}", folder.keep().display()));
-    }
-    result
+    interrupt::run(cache, "live-index", async |folder| {
+        scenarios(&parts, folder).await
+    })
 }
 
 /// What the test runs.
