@@ -1,1 +1,4 @@
 #![doc = include_str!("../README.md")]
+
+#[cfg(feature = "python")]
+mod python;
