@@ -22,6 +22,7 @@ mod patch;
 mod phase;
 mod pr_text;
 mod progress;
+mod pytest;
 mod report;
 mod requests;
 mod test;
