@@ -7,7 +7,7 @@ import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import (
@@ -21,7 +21,12 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -30,10 +35,15 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 TOKEN = 7
+TABLES = {(0, 0): (4096, 0, 8)}
+"""One rank with eight lease words."""
 
 init_none_hash(sha256)
 
@@ -170,13 +180,17 @@ class Engine:
         self.scheduler.add_request(request)
         return request
 
-    def step(self, *, sent: set[str] = frozenset(), received: set[str] = frozenset(), failed: set[str] = frozenset()) -> None:
+    def step(
+        self, *, sent: set[str] = frozenset(), received: set[str] = frozenset(), failed: set[str] = frozenset()
+    ) -> None:
         """Run one step, with what the worker half says of transfers."""
         output = self.scheduler.schedule()
         self.metas.append(output.kv_connector_metadata)
         names = list(output.num_scheduled_tokens)
         sampled = [
-            [TOKEN] if self.scheduler.requests[name].num_computed_tokens >= self.scheduler.requests[name].num_tokens else []
+            [TOKEN]
+            if self.scheduler.requests[name].num_computed_tokens >= self.scheduler.requests[name].num_tokens
+            else []
             for name in names
         ]
         told = None
@@ -200,6 +214,37 @@ class Engine:
             if batch.scheduler_stats and batch.scheduler_stats.kv_connector_stats:
                 self.stats.append(batch.scheduler_stats.kv_connector_stats)
 
+    def abort(self, name: str) -> None:
+        """End a request from outside."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def _probe(self, tokens: list[int]) -> Request:
+        return Request("probe", list(tokens), SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
+
+    def cached(self, tokens: list[int]) -> int:
+        """Return the tokens that a lookup finds."""
+        return self.scheduler.kv_cache_manager.get_computed_blocks(self._probe(tokens))[1]
+
+    def own_hash(self, tokens: list[int], blocks: int) -> int:
+        """Return the hash that KV events tell of the last of ``blocks`` blocks."""
+        hashes = self._probe(tokens).block_hashes
+        return maybe_convert_block_hash(hashes[blocks * self.specs[0].block_size // self.pool.hash_block_size - 1])
+
+    def evict(self, tokens: list[int], indices: Iterable[int], group: int = 0) -> None:
+        """Take blocks of a prompt out of the prefix cache."""
+        hashes = self._probe(tokens).block_hashes
+        found = [self.pool.get_cached_block(hashes[index], [group]) for index in indices]
+        self.pool.evict_blocks({block.block_id for blocks in found if blocks for block in blocks})
+
+    @property
+    def released(self) -> list[str]:
+        """What the worker half was told to release."""
+        return [name for meta in self.metas for name in sorted(meta.releases)]
+
+    def meta_of(self, field: str) -> Any:  # noqa: ANN401
+        """Return the last that the worker half was told of ``field``."""
+        return next(getattr(meta, field) for meta in reversed(self.metas) if getattr(meta, field))
+
     def run(self, name: str, limit: int = 50) -> Any:  # noqa: ANN401
         """Step until ``name`` ends, and return its last output."""
         for _ in range(limit):
@@ -212,3 +257,45 @@ class Engine:
         """Return one of our counters, of what was handed out and what was not yet."""
         key = f"kvdelta_{name}" + (f"/{label}" if label else "")
         return sum(sum(data.get(key, ())) for data in [*self.stats, self.half._stats.data])
+
+
+def prompt(tokens: int, start: int = 100) -> list[int]:
+    """Return a prompt of ``tokens`` tokens."""
+    return [(start + 3 * index) % 500 for index in range(tokens)]
+
+
+def claim(engine: Engine, tokens: list[int], blocks: int, **changes: object) -> dict[str, object]:
+    """Return a claim that a decode worker holds the first blocks of a prompt."""
+    return {
+        "version": 1,
+        "claim_id": "claim-1",
+        "decode_worker_id": 42,
+        "decode_dp_rank": 0,
+        "cached_prefix_blocks": blocks,
+        "block_size": engine.specs[0].block_size,
+        "prefix_hash": engine.own_hash(tokens, blocks),
+        **changes,
+    }
+
+
+def prefill(engine: Engine, name: str, tokens: list[int], claimed: object = None, **params: object) -> dict[str, Any]:
+    """Prefill a prompt, and return the offer as it comes over the wire."""
+    if claimed is not None:
+        params["decode_cache_info"] = claimed
+    engine.add(name, list(tokens), {"do_remote_decode": True, "do_remote_prefill": False, **params})
+    offer: dict[str, Any] = json.loads(json.dumps(engine.run(name).kv_transfer_params))
+    return offer
+
+
+def decode(engine: Engine, name: str, tokens: list[int], offer: Any, **more: Any) -> Request:  # noqa: ANN401
+    """Add the decode leg of a prompt."""
+    return engine.add(name, list(tokens), json.loads(json.dumps(offer)), **more)
+
+
+def hold(engine: Engine, tokens: list[int], blocks: int) -> None:
+    """Let the engine cache the first blocks of a prompt."""
+    end = blocks * engine.specs[0].block_size
+    engine.add("held", [*tokens[:end], 499])
+    engine.run("held")
+    del engine.outputs["held"]
+    engine.step()
