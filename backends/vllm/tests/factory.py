@@ -147,8 +147,7 @@ class Engine:
         self.stats: list[Any] = []
         self.outputs: dict[str, Any] = {}
         if self.tables:
-            self.half._slots.tables = {rank: entry[:2] for rank, entry in self.tables.items()}
-            self.half._slots.free = list(range(min(entry[2] for entry in self.tables.values())))
+            self.half.prefill.set_tables(self.tables)
 
     @property
     def free(self) -> int:
@@ -256,7 +255,7 @@ class Engine:
     def count(self, name: str, label: str | None = None) -> float:
         """Return one of our counters, of what was handed out and what was not yet."""
         key = f"kvdelta_{name}" + (f"/{label}" if label else "")
-        return sum(sum(data.get(key, ())) for data in [*self.stats, self.half._stats.data])
+        return sum(sum(data.get(key, ())) for data in [*self.stats, self.half.shared.stats.data])
 
 
 def prompt(tokens: int, start: int = 100) -> list[int]:
