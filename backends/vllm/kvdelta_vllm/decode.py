@@ -27,6 +27,8 @@ logger = init_logger(__name__)
 
 Recovered = Literal["recompute", "ask_again"]
 
+_FIXED: Final[dict[str, Recovered]] = {"recompute": "recompute", "ask_again": "ask_again"}
+"""``kvdelta_recovery`` that leaves no choice."""
 _REMEMBERED_OFFERS: Final = 8192
 """Offers that are known as used, since the blocks of one may be read once only."""
 
@@ -66,7 +68,7 @@ class Decode:
             raise ValueError(f"kvdelta_recovery is {recovery!r}, not auto, recompute or ask_again")
         self._shared = shared
         # A request that vLLM computes when it fails would be computed here anyway, and later.
-        self._recovery_kind = "recompute" if policy == "recompute" else recovery
+        self._fixed = _FIXED.get("recompute" if policy == "recompute" else recovery)
         self._failed: Final = "recompute" if policy == "recompute" else "failed"
         self._lease_check = lease_check
         self._recovery = kvdelta.Recovery()
@@ -99,6 +101,14 @@ class Decode:
             # Nobody can be told.
             self.drop(request, str(error))
             return
+        key = (own["remote_engine_id"], own["remote_request_id"])
+        if key in self._used:
+            # Not told to the prefill worker: the first request may be reading.
+            self.drop(request, f"the offer {key[1]!r:.80} was used before; computing all here")
+            return
+        self._used[key] = None
+        if len(self._used) > _REMEMBERED_OFFERS:
+            self._used.popitem(last=False)
         received = self._received[request.request_id] = Received()
         try:
             self._read_offer(received, cut, own)
@@ -129,12 +139,6 @@ class Decode:
         else:
             received.head = kvdelta.Offer(cut)
             received.firsts = self._firsts_of_cut(received, received.head)
-        key = (own["remote_engine_id"], own["remote_request_id"])
-        if key in self._used:
-            raise wire.BadParams(f"the offer {key[1]!r:.80} was used before; computing all here")
-        self._used[key] = None
-        if len(self._used) > _REMEMBERED_OFFERS:
-            self._used.popitem(last=False)
 
     def _firsts_of_whole(self, received: Received) -> list[int] | None:
         """Return where the lists of a whole offer begin.
@@ -143,7 +147,7 @@ class Decode:
         """
         if received.tokens is None:
             return None
-        firsts = []
+        firsts: list[int] = []
         for group, ids in zip(self._shared.groups, received.lists, strict=True):
             first = blocks_of(received.tokens, group.block_size) - len(ids) if group.positional and ids else 0
             if first < 0 or (group.whole_prefix and first > 0):
@@ -153,7 +157,8 @@ class Decode:
 
     def _firsts_of_cut(self, received: Received, head: kvdelta.Offer) -> list[int]:
         """Check where the lists of a cut offer begin; raises ``BadParams``."""
-        groups, firsts, tokens = self._shared.groups, head.group_first_blocks, received.tokens
+        groups, tokens = self._shared.groups, received.tokens
+        firsts: list[int] = head.group_first_blocks
         if tokens is None or len(firsts) != len(groups) or not self._shared.hashed_block_size(0):
             raise wire.BadParams(
                 f"the cut offer of claim {head.claim_id!r:.80} has {tokens} tokens and {len(firsts)} groups, here are "
@@ -222,10 +227,10 @@ class Decode:
         )
 
     def _choose(self, request: Request, received: Received, head: kvdelta.Offer, held: int) -> Recovered:
-        if self._recovery_kind == "recompute" or self._recovery_kind == "ask_again":  # noqa: PLR1714
-            return self._recovery_kind
+        if self._fixed is not None:
+            return self._fixed
         skipped_tokens = head.first_block * head.block_size
-        return self._recovery.choose(
+        choice: Recovered = self._recovery.choose(
             missing_tokens=request.num_prompt_tokens - held,
             context_tokens=request.num_prompt_tokens,
             offered_bytes=self._shared.bytes_of(map(len, received.lists)),
@@ -234,6 +239,7 @@ class Decode:
             ),
             now_ms=now_ms(),
         )
+        return choice
 
     @staticmethod
     def _report(received: Received, had: int, reason: str, recovered: str) -> dict[str, Any]:
@@ -297,12 +303,13 @@ class Decode:
         tables = [blocks.blocks[group.cache_group] for group in groups]
         starts = [len(table) - len(own) for table, own in zip(tables, wanted, strict=True)]
         held = min(
-            (start * group.block_size for start, group in zip(starts, groups, strict=True) if group.whole_prefix)
+            (start * group.block_size for start, group in zip(starts, groups, strict=True) if group.whole_prefix),
+            default=0,
         )
         if firsts is None:
-            if held:
+            if held or any(len(own) > len(ids) for own, ids in zip(wanted, received.lists, strict=True)):
                 raise wire.BadParams(f"its blocks have another size, and {held} tokens are cached here")
-            return list(received.lists)
+            return [ids if own else [] for own, ids in zip(wanted, received.lists, strict=True)]
         if received.head is not None and self._confirm(request, received.head, held).kind != "covered":
             raise wire.BadParams(f"{held} tokens are held of {received.head.first_block} blocks that were skipped")
         tokens = received.tokens or 0

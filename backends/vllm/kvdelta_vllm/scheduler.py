@@ -30,12 +30,11 @@ if TYPE_CHECKING:
     from .decode import Received
     from .stats import KvdeltaConnectorStats
 
-    _Upstream = NixlBaseConnectorScheduler
 else:
-    _Upstream = object
+    NixlBaseConnectorScheduler = object
 
 
-class _Half(_Upstream):  # type: ignore[misc]
+class _Half(NixlBaseConnectorScheduler):
     """What both modes share; stands before upstream's half in the classes below."""
 
     lends: bool

@@ -40,6 +40,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
 TOKEN = 7
 TABLES = {(0, 0): (4096, 0, 8)}
@@ -152,14 +153,15 @@ class Engine:
     @property
     def free(self) -> int:
         """Blocks that no request holds."""
-        return self.pool.get_num_free_blocks()
+        free: int = self.pool.get_num_free_blocks()
+        return free
 
     @property
-    def meta(self) -> Any:  # noqa: ANN401
+    def meta(self) -> Any:
         """What the worker half was told last."""
         return self.metas[-1]
 
-    def add(self, name: str, prompt: list[int], params: Any = None, *, max_tokens: int = 1, **more: Any) -> Request:  # noqa: ANN401
+    def add(self, name: str, prompt: list[int], params: Any = None, *, max_tokens: int = 1, **more: Any) -> Request:
         """Add a request."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -180,7 +182,11 @@ class Engine:
         return request
 
     def step(
-        self, *, sent: set[str] = frozenset(), received: set[str] = frozenset(), failed: set[str] = frozenset()
+        self,
+        *,
+        sent: AbstractSet[str] = frozenset(),
+        received: AbstractSet[str] = frozenset(),
+        failed: AbstractSet[str] = frozenset(),
     ) -> None:
         """Run one step, with what the worker half says of transfers."""
         output = self.scheduler.schedule()
@@ -222,12 +228,15 @@ class Engine:
 
     def cached(self, tokens: list[int]) -> int:
         """Return the tokens that a lookup finds."""
-        return self.scheduler.kv_cache_manager.get_computed_blocks(self._probe(tokens))[1]
+        found: int = self.scheduler.kv_cache_manager.get_computed_blocks(self._probe(tokens))[1]
+        return found
 
     def own_hash(self, tokens: list[int], blocks: int) -> int:
         """Return the hash that KV events tell of the last of ``blocks`` blocks."""
         hashes = self._probe(tokens).block_hashes
-        return maybe_convert_block_hash(hashes[blocks * self.specs[0].block_size // self.pool.hash_block_size - 1])
+        at = blocks * self.specs[0].block_size // self.pool.hash_block_size - 1
+        own: int = maybe_convert_block_hash(hashes[at])
+        return own
 
     def evict(self, tokens: list[int], indices: Iterable[int], group: int = 0) -> None:
         """Take blocks of a prompt out of the prefix cache."""
@@ -240,11 +249,11 @@ class Engine:
         """What the worker half was told to release."""
         return [name for meta in self.metas for name in sorted(meta.releases)]
 
-    def meta_of(self, field: str) -> Any:  # noqa: ANN401
+    def meta_of(self, field: str) -> Any:
         """Return the last that the worker half was told of ``field``."""
         return next(getattr(meta, field) for meta in reversed(self.metas) if getattr(meta, field))
 
-    def run(self, name: str, limit: int = 50) -> Any:  # noqa: ANN401
+    def run(self, name: str, limit: int = 50) -> Any:
         """Step until ``name`` ends, and return its last output."""
         for _ in range(limit):
             if name in self.outputs:
@@ -286,7 +295,7 @@ def prefill(engine: Engine, name: str, tokens: list[int], claimed: object = None
     return offer
 
 
-def decode(engine: Engine, name: str, tokens: list[int], offer: Any, **more: Any) -> Request:  # noqa: ANN401
+def decode(engine: Engine, name: str, tokens: list[int], offer: Any, **more: Any) -> Request:
     """Add the decode leg of a prompt."""
     return engine.add(name, list(tokens), json.loads(json.dumps(offer)), **more)
 
