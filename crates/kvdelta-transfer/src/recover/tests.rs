@@ -277,7 +277,7 @@ enum Call {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
     fn more_missing_tokens_never_turn_the_choice_to_recompute(
