@@ -5,6 +5,8 @@ mod confirm;
 mod ledger;
 mod offer;
 mod plan;
+#[cfg(feature = "python")]
+mod python;
 mod rates;
 mod recover;
 mod shared;
