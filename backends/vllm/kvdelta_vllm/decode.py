@@ -265,6 +265,9 @@ class Decode:
             if not request.skip_reading_prefix_cache:
                 self._shared.stats.count("offers", label="confirmed")
                 self._shared.stats.count("full_hits")
+                tokens = received.tokens or 0
+                held = (tokens // group.block_size for group in self._shared.groups)
+                self._shared.stats.count("bytes_saved", self._shared.bytes_of(held, prefix_only=True))
             return
         # vLLM may load nothing where it was answered that the request is to fail.
         received.report["recovered"] = "recompute"
