@@ -67,7 +67,7 @@ def _model_folder() -> Path:
                 "num_key_value_heads": 1,
                 "num_hidden_layers": 2,
                 "vocab_size": 512,
-                "max_position_embeddings": 4096,
+                "max_position_embeddings": 262144,
                 "torch_dtype": "float32",
             }
         )
@@ -121,6 +121,7 @@ class Engine:
     policy: str = "fail"
     extra: dict[str, Any] = field(default_factory=dict)
     chunk: int = 1024
+    length: int = 2048
     ahead: bool = False
     """Whether a step is scheduled before the output of the one before is there."""
     tables: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
@@ -133,13 +134,13 @@ class Engine:
         cache.num_gpu_blocks = self.blocks
         self.config = VllmConfig(
             model_config=ModelConfig(
-                model=str(_MODEL), tokenizer=None, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=2048
+                model=str(_MODEL), tokenizer=None, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=self.length
             ),
             cache_config=cache,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
                 max_num_batched_tokens=self.chunk,
-                max_model_len=2048,
+                max_model_len=self.length,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
                 async_scheduling=self.ahead,
