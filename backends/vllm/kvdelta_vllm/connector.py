@@ -90,12 +90,12 @@ class NixlConnector(_Connector, upstream.NixlPullConnector):
             is_scheduler = role == KVConnectorRole.SCHEDULER
             return upstream.NixlPullConnectorScheduler if is_scheduler else upstream.NixlPullConnectorWorker
         if role == KVConnectorRole.SCHEDULER:
-            from .scheduler import PullScheduler  # noqa: PLC0415
+            from .scheduler import KvdeltaPullScheduler  # noqa: PLC0415
 
-            return PullScheduler
-        from .worker import PullWorker  # noqa: PLC0415
+            return KvdeltaPullScheduler
+        from .worker import KvdeltaPullWorker  # noqa: PLC0415
 
-        return PullWorker
+        return KvdeltaPullWorker
 
 
 class NixlPushConnector(_Connector, upstream.NixlPushConnector):
@@ -107,12 +107,12 @@ class NixlPushConnector(_Connector, upstream.NixlPushConnector):
             is_scheduler = role == KVConnectorRole.SCHEDULER
             return upstream.NixlPushConnectorScheduler if is_scheduler else upstream.NixlPushConnectorWorker
         if role == KVConnectorRole.SCHEDULER:
-            from .scheduler import PushScheduler  # noqa: PLC0415
+            from .scheduler import KvdeltaPushScheduler  # noqa: PLC0415
 
-            return PushScheduler
-        from .worker import PushWorker  # noqa: PLC0415
+            return KvdeltaPushScheduler
+        from .worker import KvdeltaPushWorker  # noqa: PLC0415
 
-        return PushWorker
+        return KvdeltaPushWorker
 
 
 __all__ = ["NixlConnector", "NixlPushConnector"]

@@ -755,7 +755,7 @@ class _Half:
         return meta
 
 
-class PullScheduler(_Half, NixlPullConnectorScheduler):
+class KvdeltaPullScheduler(_Half, NixlPullConnectorScheduler):
     """The scheduler half of the pull connector."""
 
     _lends = True
@@ -783,7 +783,7 @@ class PullScheduler(_Half, NixlPullConnectorScheduler):
             request.kv_transfer_params["remote_num_tokens"] = None
 
 
-class PushScheduler(_Half, NixlPushConnectorScheduler):
+class KvdeltaPushScheduler(_Half, NixlPushConnectorScheduler):
     """The scheduler half of the push connector."""
 
     _lends = False
