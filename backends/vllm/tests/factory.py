@@ -166,7 +166,6 @@ class Engine:
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
-            extra_args=None if params is None else {"kv_transfer_params": params},
             **more.pop("sampling", {}),
         )
         sampling.update_from_generation_config({}, 511)
@@ -178,6 +177,8 @@ class Engine:
             block_hasher=self._hasher,
             **more,
         )
+        # vLLM takes it out of the sampling parameters, which refuse some of what the tests send.
+        request.kv_transfer_params = params
         self.scheduler.add_request(request)
         return request
 
