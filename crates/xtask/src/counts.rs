@@ -28,8 +28,8 @@ pub(crate) enum Count {
     SkippedBlocks,
     /// Blocks that prefill kept for decode, times the seconds.
     PinnedBlockSeconds,
-    /// Offers, cut or whole, that decode's own lookup agreed with.
-    ConfirmedOffers,
+    /// Claims that decode's own lookup agreed with.
+    ConfirmedClaims,
     /// Claims that decode's own lookup disagreed with.
     StaleClaims,
     /// Blocks that decode lacked of stale claims.
@@ -111,7 +111,7 @@ const SOURCES: [Source; 20] = [
         &[],
     ),
     Source(
-        Count::ConfirmedOffers,
+        Count::ConfirmedClaims,
         Side::Decode,
         "vllm:kvdelta_offers_total",
         &["outcome=\"confirmed\""],

@@ -281,7 +281,7 @@ const CLAIM_ROWS: [(&str, &[Count]); 12] = [
         &[Count::PinnedBlockSeconds],
     ),
     ("void claims", &[Count::VoidClaims]),
-    ("offers confirmed by decode", &[Count::ConfirmedOffers]),
+    ("claims confirmed by decode", &[Count::ConfirmedClaims]),
     (
         "stale claims / blocks short",
         &[Count::StaleClaims, Count::StaleBlocks],
@@ -392,7 +392,8 @@ pub(crate) mod tests {
             (Count::SkippedBlocks, 192),
             (Count::VoidClaims, 0),
             (Count::RefusedClaims, 0),
-            (Count::ConfirmedOffers, 4),
+            (Count::ConfirmedClaims, 3),
+            (Count::SkippedClaims, 3),
             (Count::StaleClaims, 0),
             (Count::StaleBlocks, 0),
             (Count::ReadBytes, 300),

@@ -441,7 +441,8 @@ fn broken_claims(measured: &Measured) -> Vec<String> {
         }
     }
     for (what, should) in [
-        (Count::ConfirmedOffers, measured.requests as u64),
+        (Count::SkippedClaims, count(Count::Claims)),
+        (Count::ConfirmedClaims, count(Count::Claims)),
         (Count::ReadBytes, measured.moved_bytes),
         (Count::SkippedBlocks, count(Count::ClaimedBlocks)),
     ] {
@@ -490,7 +491,7 @@ mod tests {
         counts.insert(Count::StaleClaims, 1);
         counts.insert(Count::SkippedBlocks, 0);
         counts.insert(Count::ReadBytes, 299);
-        counts.remove(&Count::ConfirmedOffers);
+        counts.remove(&Count::ConfirmedClaims);
         // No blocks are skipped, which is also not what was claimed.
         let broken = broken_promises(&wrong);
         assert_eq!(broken.len(), 5, "{broken:?}");
