@@ -269,9 +269,6 @@ class Decode:
                 held_blocks = (received.held // group.block_size for group in self._shared.groups)
                 self._count_used(received, self._shared.bytes_of(held_blocks, prefix_only=True))
                 self._shared.stats.count("full_hits")
-                tokens = received.tokens or 0
-                held = (tokens // group.block_size for group in self._shared.groups)
-                self._shared.stats.count("bytes_saved", self._shared.bytes_of(held, prefix_only=True))
             return
         # vLLM may load nothing where it was answered that the request is to fail.
         received.report["recovered"] = "recompute"
