@@ -127,45 +127,64 @@ class Fleet:
         self.told[2].add(remote)
 
     def step(self) -> None:
-        """Do one thing, then a step of every worker."""
+        """Do things at random, then take a step of every worker."""
+        self.ask_one()
+        self.take_answers()
+        self.send_one()
+        self.break_something()
+        if self.loads and self.rng.random() < 0.6:
+            self.load(*self.loads.pop(self.rng.randrange(len(self.loads))))
+        self.step_all()
+
+    def ask_one(self) -> None:
+        """Send a prompt of one of a few prefixes."""
         rng = self.rng
         if self.count < 60 and len(self.asked) < 4 and rng.random() < 0.6:
             prefix = rng.randrange(PREFIXES)
             head = [(prefix * 31 + index) % 400 for index in range(PREFIX)]
             tail = [rng.randrange(400) for _ in range(rng.randint(0, LONGEST - PREFIX))]
             self.ask(head + tail, rng.randrange(2))
+
+    def take_answers(self) -> None:
+        """Take what prefill offers."""
         for name, (tokens, place) in list(self.asked.items()):
-            if name in self.p.outputs:
-                del self.asked[name]
-                offer = self.p.outputs.pop(name).kv_transfer_params
-                if offer is not None:
-                    self.open.add(name)
-                    self.offers.append((name, tokens, place, json.loads(json.dumps(offer))))
-            elif rng.random() < 0.02:
+            if name not in self.p.outputs:
+                continue
+            del self.asked[name]
+            self.open.add(name)
+            offer = json.loads(json.dumps(self.p.outputs.pop(name).kv_transfer_params))
+            self.offers.append((name, tokens, place, offer))
+
+    def send_one(self) -> None:
+        """Send an offer to decode, now and then to another worker or with a longer prompt."""
+        rng = self.rng
+        if not self.offers or rng.random() < 0.5:
+            return
+        name, tokens, place, offer = self.offers.pop(rng.randrange(len(self.offers)))
+        if rng.random() < 0.1:
+            place = 1 - place
+        if rng.random() < 0.1:
+            tokens = [*tokens, rng.randrange(400)]
+        self.prompts[f"d{name}"] = tokens
+        self.ds[place].add(f"d{name}", list(tokens), offer, max_tokens=rng.randint(1, 4))
+
+    def break_something(self) -> None:
+        """Abort requests, and end leases, also of what is being read."""
+        rng = self.rng
+        for name in list(self.asked):
+            if name not in self.p.outputs and rng.random() < 0.02:
                 self.p.abort(name)
                 del self.asked[name]
-        if self.offers and rng.random() < 0.5:
-            name, tokens, place, offer = self.offers.pop(rng.randrange(len(self.offers)))
-            if rng.random() < 0.1:
-                # Another decode worker than the one that it was cut for.
-                place = 1 - place
-            if rng.random() < 0.1:
-                tokens = [*tokens, rng.randrange(400)]
-            self.prompts[f"d{name}"] = tokens
-            self.ds[place].add(f"d{name}", list(tokens), offer, max_tokens=rng.randint(1, 4))
+        for d in self.ds:
+            if rng.random() < 0.02 and d.scheduler.requests:
+                d.abort(rng.choice(sorted(d.scheduler.requests)))
         leased = sorted(self.open - self.told[2])
         if leased and rng.random() < 0.05:
-            # A lease ends, also one that is being read; without a word nobody could tell.
+            # Without a word nobody could tell.
             name = rng.choice(leased)
             sent = self.p.half.prefill._sent.get(name)
             if self.push or (sent is not None and sent.word is not None):
                 self.told[2].add(name)
-        for d in self.ds:
-            if rng.random() < 0.02 and d.scheduler.requests:
-                d.abort(rng.choice(sorted(d.scheduler.requests)))
-        if self.loads and rng.random() < 0.6:
-            self.load(*self.loads.pop(rng.randrange(len(self.loads))))
-        self.step_all()
 
     def step_all(self) -> None:
         """Take a step of every worker, with what was told since the last one."""
