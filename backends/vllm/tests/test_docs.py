@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+
 from kvdelta_vllm.stats import COUNTERS
 
 ROOT = Path(__file__).parents[3]
