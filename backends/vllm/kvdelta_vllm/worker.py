@@ -393,6 +393,10 @@ class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):
             if state != "DONE":
                 self._log_failure(failure_type="lease_check_failed", req_id=req_id, xfer_state=state, remote_rank=rank)
                 self._word_failed(check)
+                agent = self._remote_agents[check.engine_id].get((0, rank))
+                if state != "PROC" and agent is not None:
+                    # A notice goes out with a read that succeeds, so this one did not.
+                    self._notify(agent, check.notice, req_id)
             elif self._landing.table[read.landing] == check.lease.generation:
                 self.xfer_stats.count("lease_checks", label="held")
             else:
