@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+
 from kvdelta_vllm.stats import COUNTERS
 
 ROOT = Path(__file__).parents[3]
@@ -108,3 +109,20 @@ def test_the_board_can_be_imported_and_groups_by_labels_that_exist() -> None:
         assert set(re.findall(r"\{\{(\w+)\}\}", legend)) == grouped
         for label in grouped - {"instance"}:
             assert [labels[name] for name in NAME.findall(expression)] == [label]
+
+
+def test_the_tests_of_the_cases_exist() -> None:
+    """A case whose test was renamed or removed is no longer covered by what the page says."""
+    sources = [
+        ROOT / "crates/kvdelta-transfer/tests/cases.rs",
+        ROOT / "crates/xtask/src/faults/plan.rs",
+        *(ROOT / "backends/vllm/tests").glob("test_*.py"),
+    ]
+    text = "\n".join(source.read_text() for source in sources)
+    there = {name for names in re.findall(r"(?:def|fn) (\w+)\(|^    (\w+),$", text, re.MULTILINE) for name in names}
+    rows = [line for line in TRANSFER.read_text().splitlines() if re.match(r"\| B\d\d ", line)]
+    assert [row[2:5] for row in rows] == ["B19", "B20", "B22", "B23", "B25", "B28", "B29"]
+    for row in rows:
+        named = re.findall(r"`(\w+)`", row)
+        assert named
+        assert set(named) <= there
