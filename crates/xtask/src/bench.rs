@@ -10,6 +10,7 @@ use clap::{Args, Subcommand};
 
 use crate::cache::{Cache, members, project_root};
 use crate::command::{logged, shown_status};
+use crate::faults;
 use crate::frontend;
 use crate::requests;
 
@@ -23,6 +24,7 @@ use crate::requests;
   cargo xtask bench index --quick              small data, for its answers rather than its times
   cargo xtask bench query
   cargo xtask bench requests
+  cargo xtask bench faults --requests 150 --kills 3
 
 Exit codes: 0 done, 1 failed, 2 an option that cannot be used.")]
 pub(crate) struct Options {
@@ -55,6 +57,8 @@ enum Bench {
     },
     /// Requests through the frontend: unpatched, patched with the flag off, and with a weight.
     Requests(requests::Options),
+    /// Real engines, and whatever can go wrong between them.
+    Faults(faults::Options),
 }
 
 /// The package in `benches/`.
@@ -67,6 +71,7 @@ pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
         Bench::Index { arguments } => (program(cache, "bench-index")?, arguments),
         Bench::Query { arguments } => (program(cache, "bench-query")?, arguments),
         Bench::Requests(options) => return requests::run(cache, &options),
+        Bench::Faults(options) => return faults::run(cache, &options),
     };
     let status = shown_status(Command::new(program).args(arguments))?;
     // The program has told what is wrong; its exit codes are this command's.

@@ -16,6 +16,7 @@ use crate::command::{output, shown_run};
 use crate::demo;
 use crate::env;
 use crate::export_pr;
+use crate::faults;
 use crate::frontend;
 use crate::interrupt;
 use crate::live_claims;
@@ -63,7 +64,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 14] = [
+const PARTS: [Part; 15] = [
     Part {
         name: "format",
         heavy: false,
@@ -128,6 +129,11 @@ const PARTS: [Part; 14] = [
         name: "claims in real engines",
         heavy: true,
         run: live_claims::check,
+    },
+    Part {
+        name: "faults in real engines",
+        heavy: true,
+        run: faults::check,
     },
     Part {
         name: "real engines",
