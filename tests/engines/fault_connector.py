@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector
+from kvdelta_vllm import connector
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Lossy:
         }
 
 
-class NixlConnector(NixlPullConnector):  # type: ignore[misc]
+class NixlConnector(connector.NixlConnector):  # type: ignore[misc]
     """The connector under test with the hooks."""
 
     def __init__(

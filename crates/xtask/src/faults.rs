@@ -28,6 +28,7 @@ use crate::fleet::{self, Aggregated, EngineSetup, MODEL, Parts, Workers};
 use crate::interrupt;
 use crate::outputs::Reference;
 use crate::progress::Step;
+use crate::wheel;
 
 /// Blocks of KV: ample for prefill, whose leases pin them, and few for decode, so that prompts push others out.
 const PREFILL_BLOCKS: usize = 1024;
@@ -115,10 +116,12 @@ fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     };
     // The aggregated worker has gone before the run begins, but starts beside the others.
     fleet::check_memory(4)?;
+    let [module, package] = wheel::overlay(cache)?;
+    let python_path = [env::engines_folder(), module, package];
     let plan = plan::plan(options.requests, options.kills, options.seed);
     let mut report = None;
     interrupt::run(cache, "faults", async |folder| {
-        let found = scenario(&parts, &plan, options.seed, folder).await?;
+        let found = scenario(&parts, &python_path, &plan, options.seed, folder).await?;
         let is_right = found.wrong().is_empty();
         report = Some(found);
         // The folder with the logs is kept only after an error.
@@ -129,12 +132,18 @@ fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     report.context("the run has no report")
 }
 
-async fn scenario(parts: &Parts, plan: &Plan, seed: u64, folder: &Path) -> Result<Report> {
+async fn scenario(
+    parts: &Parts,
+    python_path: &[PathBuf],
+    plan: &Plan,
+    seed: u64,
+    folder: &Path,
+) -> Result<Report> {
     let client = Client::new(MODEL)?;
     let setup = Setup {
         python: parts.python.clone(),
         model: parts.model.clone(),
-        python_path: vec![env::engines_folder()],
+        python_path: python_path.to_vec(),
         folder: folder.to_owned(),
     };
     let own = Kind {

@@ -56,7 +56,6 @@ impl Outcome {
             | Fault::TooLong
             | Fault::NeverHeld
             | Fault::OtherDecode
-            | Fault::Twice
             | Fault::BeyondLease => self.forced && !recovered,
             Fault::OtherHash | Fault::OtherSalt | Fault::BadClaim => self.cut,
             Fault::StockDecode => self.cut && self.ending != Ending::Answered,

@@ -553,7 +553,14 @@ impl Attempt<'_> {
         if self.fault == Fault::Twice {
             // Whatever the first one brought, this offer is over.
             story.forced = true;
-            answer = self.decode_leg(target, &first, params).await?;
+            let other = 1 - self.home;
+            let is_own = self.driver.decode[other].life().kind.connector == Connector::Own;
+            let second = if is_own && !self.step.draw.is_multiple_of(2) {
+                other
+            } else {
+                target
+            };
+            answer = self.decode_leg(second, &first, params).await?;
         }
         Ok(answer)
     }
