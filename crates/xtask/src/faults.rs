@@ -8,6 +8,7 @@ mod driver;
 mod engine;
 mod legs;
 mod plan;
+mod release;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -105,23 +106,51 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
     Ok(())
 }
 
+/// The part of `cargo xtask test` about early release.
+pub(crate) fn check_release(cache: &Cache) -> Result<()> {
+    let built = Built::of(cache)?;
+    fleet::check_memory(3)?;
+    interrupt::run(cache, "early-release", async |folder| {
+        release::compare(&built.setup(folder), &Client::new(MODEL)?).await
+    })
+}
+
+/// What engines need.
+struct Built {
+    python: PathBuf,
+    model: PathBuf,
+    python_path: Vec<PathBuf>,
+}
+
+impl Built {
+    fn of(cache: &Cache) -> Result<Self> {
+        let python = env::engines(cache)?;
+        let [module, package] = wheel::overlay(cache)?;
+        Ok(Self {
+            model: env::model(cache, &python)?,
+            python_path: vec![env::engines_folder(), module, package],
+            python,
+        })
+    }
+
+    fn setup(&self, folder: &Path) -> Setup {
+        Setup {
+            python: self.python.clone(),
+            model: self.model.clone(),
+            python_path: self.python_path.clone(),
+            folder: folder.to_owned(),
+        }
+    }
+}
+
 fn measure(cache: &Cache, options: &Options) -> Result<Report> {
-    let python = env::engines(cache)?;
-    let parts = Parts {
-        model: env::model(cache, &python)?,
-        frontend: PathBuf::new(),
-        workers: Workers::Stock,
-        engines: EngineSetup::default(),
-        python,
-    };
+    let built = Built::of(cache)?;
     // The aggregated worker has gone before the run begins, but starts beside the others.
     fleet::check_memory(4)?;
-    let [module, package] = wheel::overlay(cache)?;
-    let python_path = [env::engines_folder(), module, package];
     let plan = plan::plan(options.requests, options.kills, options.seed);
     let mut report = None;
     interrupt::run(cache, "faults", async |folder| {
-        let found = scenario(&parts, &python_path, &plan, options.seed, folder).await?;
+        let found = scenario(&built.setup(folder), &plan, options.seed).await?;
         let is_right = found.wrong().is_empty();
         report = Some(found);
         // The folder with the logs is kept only after an error.
@@ -132,34 +161,29 @@ fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     report.context("the run has no report")
 }
 
-async fn scenario(
-    parts: &Parts,
-    python_path: &[PathBuf],
-    plan: &Plan,
-    seed: u64,
-    folder: &Path,
-) -> Result<Report> {
+async fn scenario(setup: &Setup, plan: &Plan, seed: u64) -> Result<Report> {
     let client = Client::new(MODEL)?;
-    let setup = Setup {
-        python: parts.python.clone(),
-        model: parts.model.clone(),
-        python_path: python_path.to_vec(),
-        folder: folder.to_owned(),
-    };
     let own = Kind {
         connector: Connector::Own,
         lease: None,
     };
     let start = |role, number, blocks| {
         let size = [blocks, LONGEST_TOKENS.next_multiple_of(32)];
-        Engine::start(&setup, &client, role, number, own, size)
+        Engine::start(setup, &client, role, number, own, size)
     };
     let prefill = start(Role::Prefill, 9, PREFILL_BLOCKS)?;
     let decode = [
         start(Role::Decode, 0, DECODE_BLOCKS)?,
         start(Role::Decode, 1, DECODE_BLOCKS)?,
     ];
-    let aggregated = Aggregated::start(parts, folder, &client).await?;
+    let parts = Parts {
+        python: setup.python.clone(),
+        model: setup.model.clone(),
+        frontend: PathBuf::new(),
+        workers: Workers::Stock,
+        engines: EngineSetup::default(),
+    };
+    let aggregated = Aggregated::start(&parts, &setup.folder, &client).await?;
     let references = references(&client, aggregated.base(), plan).await?;
     drop(aggregated);
     let step = Step::begin("prefill and decode workers");

@@ -65,7 +65,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 17] = [
+const PARTS: [Part; 18] = [
     Part {
         name: "format",
         heavy: false,
@@ -145,6 +145,11 @@ const PARTS: [Part; 17] = [
         name: "faults in real engines",
         heavy: true,
         run: faults::check,
+    },
+    Part {
+        name: "early release in real engines",
+        heavy: true,
+        run: faults::check_release,
     },
     Part {
         name: "real engines",

@@ -467,9 +467,9 @@ impl Driver {
             }
             let found = match index {
                 Some(index) => {
-                    let offers = ["stale", "content"];
-                    let stale = count("vllm:kvdelta_offers_total", "outcome", &offers)
-                        + count("vllm:kvdelta_lease_checks_total", "outcome", &["gone"]);
+                    // Each is counted once there, whatever was stale.
+                    let kinds = ["recompute", "ask_again", "failed"];
+                    let stale = count("vllm:kvdelta_recoveries_total", "kind", &kinds);
                     let seen = sightings.stale.get(&(*index, *life)).copied();
                     let what = format!("decode worker {index}, life {life}, stale claims");
                     seen.unwrap_or_default().broken(&what, stale, *is_dead)
