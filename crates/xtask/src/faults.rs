@@ -2,6 +2,7 @@
 
 //! The fault bench: real engines, and whatever can go wrong between them.
 
+mod attempt;
 mod check;
 mod claims;
 mod driver;
