@@ -457,6 +457,14 @@ impl Fleet {
         self.decode_workers().map(|worker| worker.base.as_str())
     }
 
+    /// Where the metrics of each prefill worker are, in their order.
+    pub(crate) fn prefill_bases(&self) -> impl Iterator<Item = &str> {
+        let prefill = self.workers.iter();
+        prefill
+            .filter(|worker| worker.role == Role::Prefill)
+            .map(|worker| worker.base.as_str())
+    }
+
     /// Ends the frontend; [`Self::start_frontend`] starts another.
     pub(crate) fn stop_frontend(&mut self) {
         if let Some((process, _)) = &mut self.frontend {

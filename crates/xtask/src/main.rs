@@ -7,6 +7,7 @@ mod cache;
 mod claims;
 mod client;
 mod command;
+mod counts;
 mod demo;
 mod diff_size;
 mod env;
