@@ -66,8 +66,9 @@ class NixlConnector(connector.NixlConnector):  # type: ignore[misc]
 
     def on_new_request(self, request: Request) -> None:
         """Evict what the request names."""
-        super().on_new_request(request)
+        # The connector drops parameters that it does not know.
         hashes = (request.kv_transfer_params or {}).get(EVICT)
+        super().on_new_request(request)
         if hashes and self._manager is not None:
             pool = self._manager.block_pool
             wanted = {int(number) for number in hashes}

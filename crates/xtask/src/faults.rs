@@ -24,7 +24,7 @@ use crate::client::Client;
 use crate::env;
 use crate::faults::check::Report;
 use crate::faults::driver::Driver;
-use crate::faults::engine::{Engine, Kind, Role, Setup};
+use crate::faults::engine::{Engine, Kind, Role, Setup, Spec};
 use crate::faults::plan::{Connector, LONGEST_TOKENS, Plan};
 use crate::fleet::{self, Aggregated, EngineSetup, MODEL, Parts, Workers};
 use crate::interrupt;
@@ -169,8 +169,15 @@ async fn scenario(setup: &Setup, plan: &Plan, seed: u64) -> Result<Report> {
         lease: None,
     };
     let start = |role, number, blocks| {
-        let size = [blocks, LONGEST_TOKENS.next_multiple_of(32)];
-        Engine::start(setup, &client, role, number, own, size)
+        let spec = Spec {
+            role,
+            number,
+            blocks,
+            max_tokens: LONGEST_TOKENS.next_multiple_of(32),
+            // One decode worker always does, the other as it finds best.
+            asks_again: number == 1,
+        };
+        Engine::start(setup, &client, spec, own)
     };
     let prefill = start(Role::Prefill, 9, PREFILL_BLOCKS)?;
     let decode = [

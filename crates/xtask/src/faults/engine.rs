@@ -45,6 +45,20 @@ pub(crate) enum Role {
     Decode,
 }
 
+/// What an engine is in all its lives.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Spec {
+    pub(crate) role: Role,
+    /// Its id in the index and in claims.
+    pub(crate) number: u64,
+    /// Blocks of KV.
+    pub(crate) blocks: usize,
+    /// Longest prompt with its answer.
+    pub(crate) max_tokens: usize,
+    /// Whether stale claims always end in asking prefill again; else the connector chooses.
+    pub(crate) asks_again: bool,
+}
+
 /// What an engine is until it is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Kind {
@@ -76,9 +90,7 @@ pub(crate) struct Engine {
     pub(crate) name: String,
     /// Its rank in the index.
     pub(crate) of: WorkerRank,
-    role: Role,
-    blocks: usize,
-    max_tokens: usize,
+    spec: Spec,
     ports: Ports,
     base: String,
     setup: Setup,
@@ -88,19 +100,12 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Starts one with `blocks` blocks of KV that takes up to `max_tokens` tokens; see [`Self::ready`].
-    pub(crate) fn start(
-        setup: &Setup,
-        client: &Client,
-        role: Role,
-        number: u64,
-        kind: Kind,
-        [blocks, max_tokens]: [usize; 2],
-    ) -> Result<Self> {
+    /// Starts one; see [`Self::ready`].
+    pub(crate) fn start(setup: &Setup, client: &Client, spec: Spec, kind: Kind) -> Result<Self> {
         let [http, side_channel, events, replay] = free_ports()?;
-        let name = match role {
-            Role::Prefill => format!("prefill-{number}"),
-            Role::Decode => format!("decode-{number}"),
+        let role = match spec.role {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
         };
         let life = Life {
             number: 0,
@@ -108,11 +113,9 @@ impl Engine {
             up: false,
         };
         let engine = Self {
-            name,
-            of: WorkerRank::new(number, 0),
-            role,
-            blocks,
-            max_tokens,
+            name: format!("{role}-{}", spec.number),
+            of: WorkerRank::new(spec.number, 0),
+            spec,
             ports: Ports {
                 http,
                 side_channel,
@@ -130,13 +133,16 @@ impl Engine {
     }
 
     fn spawn(&self, kind: Kind) -> Result<()> {
-        let kv_role = match self.role {
+        let kv_role = match self.spec.role {
             Role::Prefill => "kv_producer",
             Role::Decode => "kv_consumer",
         };
         let mut extra = serde_json::Map::new();
         if let Some(seconds) = kind.lease {
             extra.insert("kv_lease_duration".to_owned(), json!(seconds));
+        }
+        if self.spec.asks_again {
+            extra.insert("kvdelta_recovery".to_owned(), json!("ask_again"));
         }
         let mut connector = json!({
             "kv_connector": "NixlConnector",
@@ -161,9 +167,9 @@ impl Engine {
             .args(["--host", "127.0.0.1"])
             .args(["--port", &self.ports.http.to_string()])
             .args(ENGINE_OPTIONS)
-            .args(["--max-model-len", &self.max_tokens.to_string()])
+            .args(["--max-model-len", &self.spec.max_tokens.to_string()])
             .arg("--kv-cache-memory-bytes")
-            .arg((self.blocks * BLOCK_BYTES).to_string())
+            .arg((self.spec.blocks * BLOCK_BYTES).to_string())
             .args(["--kv-transfer-config", &connector.to_string()])
             .args(["--kv-events-config", &events.to_string()])
             .env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")

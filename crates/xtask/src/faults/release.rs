@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use crate::client::Client;
 use crate::faults::check::whole;
 use crate::faults::claims::{Claims, Hashed};
-use crate::faults::engine::{Engine, Kind, Role, Setup};
+use crate::faults::engine::{Engine, Kind, Role, Setup, Spec};
 use crate::faults::legs::{Ask, Legs, Prefilled};
 use crate::faults::plan::Connector;
 use crate::fleet::BLOCK_SIZE;
@@ -129,7 +129,14 @@ async fn measure(setup: &Setup, client: &Client, connector: Connector) -> Result
         lease: Some(LEASE),
     };
     let start = |role, number, blocks| {
-        Engine::start(setup, client, role, number, kind, [blocks, MAX_TOKENS])
+        let spec = Spec {
+            role,
+            number,
+            blocks,
+            max_tokens: MAX_TOKENS,
+            asks_again: false,
+        };
+        Engine::start(setup, client, spec, kind)
     };
     let ample = start(Role::Prefill, 9, AMPLE_BLOCKS)?;
     let few = start(Role::Prefill, 8, FEW_BLOCKS)?;
