@@ -147,13 +147,13 @@ struct Row {
 impl Report {
     /// All that is wrong.
     pub(crate) fn wrong(&self) -> Vec<String> {
-        let outputs = self.outcomes.iter().filter_map(|outcome| {
-            matches!(outcome.verdict, Some(Verdict::Different { .. })).then(|| {
-                format!(
-                    "request {}, {}: the answer is not the aggregated worker's: {:?}",
-                    outcome.index, outcome.fault, outcome.verdict
-                )
-            })
+        let different =
+            |outcome: &&Outcome| matches!(outcome.verdict, Some(Verdict::Different { .. }));
+        let outputs = self.outcomes.iter().filter(different).map(|outcome| {
+            format!(
+                "request {}, {}: the answer is not the aggregated worker's: {:?}",
+                outcome.index, outcome.fault, outcome.verdict
+            )
         });
         let missing = self.requests - self.outcomes.len().min(self.requests);
         let lost =
