@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use crate::cache::{Cache, members, project_root};
 use crate::command::{logged, shown_status};
 use crate::env;
+use crate::faults;
 use crate::fleet::engine_environment;
 use crate::frontend;
 use crate::requests;
@@ -27,6 +28,7 @@ use crate::wheel;
   cargo xtask bench query
   cargo xtask bench requests
   cargo xtask bench bindings
+  cargo xtask bench faults --requests 150 --kills 3
 
 Exit codes: 0 done, 1 failed, 2 an option that cannot be used.")]
 pub(crate) struct Options {
@@ -66,6 +68,8 @@ enum Bench {
     },
     /// Requests through the frontend: unpatched, patched with the flag off, and with a weight.
     Requests(requests::Options),
+    /// Real engines, and whatever can go wrong between them.
+    Faults(faults::Options),
 }
 
 /// The package in `benches/`.
@@ -82,6 +86,7 @@ pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
         Bench::Query { arguments } => (Command::new(program(cache, "bench-query")?), arguments),
         Bench::Bindings { arguments } => (bindings(cache)?, arguments),
         Bench::Requests(options) => return requests::run(cache, &options),
+        Bench::Faults(options) => return faults::run(cache, &options),
     };
     let status = shown_status(program.args(arguments))?;
     // The program has told what is wrong; its exit codes are this command's.

@@ -12,6 +12,7 @@ mod demo;
 mod diff_size;
 mod env;
 mod export_pr;
+mod faults;
 mod fleet;
 mod frontend;
 mod interrupt;
