@@ -6,8 +6,9 @@ use std::fmt::Debug;
 
 use kvdelta_indexer::{BlockSize, DpRank, EngineHash, WorkerId};
 use kvdelta_protocol::{
-    BadClaim, CacheGroup, Capability, DecodeCacheInfo, NoCapability, VERSION, cut_for,
-    deserialize_known,
+    BadClaim, CacheGroup, Capability, DecodeCacheInfo, NoCapability, OFFER_KEY, Recovered,
+    STALE_CLAIM_KEY, StaleReason, StaleReport, VERSION, cut_for, deserialize_known,
+    remote_request_id, stale_report,
 };
 use proptest::prelude::*;
 use serde::de::DeserializeOwned;
@@ -44,6 +45,22 @@ fn capability() -> Capability {
             CacheGroup::Unknown,
         ],
     }
+}
+
+fn report() -> StaleReport {
+    StaleReport {
+        version: VERSION,
+        claim_id: "0f8c7a52-1".to_owned(),
+        said_blocks: 64,
+        had_blocks: 40,
+        reason: StaleReason::Stale,
+        recovered: Recovered::AskAgain,
+    }
+}
+
+/// What a decode worker answers.
+fn answer(report: &Value) -> Value {
+    json!({OFFER_KEY: {STALE_CLAIM_KEY: report}})
 }
 
 fn claim_json() -> Value {
@@ -120,6 +137,95 @@ fn recorded_bytes_are_written_and_read_exactly() {
         include_str!("fixtures/capability-v1.json"),
         include_str!("fixtures/capability-v1.msgpack.hex"),
     );
+    both_ways(
+        &report(),
+        include_str!("fixtures/stale-claim-v1.json"),
+        include_str!("fixtures/stale-claim-v1.msgpack.hex"),
+    );
+}
+
+#[test]
+fn a_report_is_read_out_of_a_decode_workers_answer() {
+    let written = serde_json::to_value(report()).expect("written");
+    let answered = answer(&written);
+    assert_eq!(stale_report(&answered), Some(report()));
+    let engine_data = json!({"kv_transfer_params": answered, "token_data": [1, 2]});
+    assert_eq!(stale_report(&engine_data), Some(report()));
+    let cases = [
+        ("stale", StaleReason::Stale),
+        ("content", StaleReason::Content),
+        ("expired", StaleReason::Expired),
+    ];
+    for (label, reason) in cases {
+        let said = answer(&with(written.clone(), "reason", json!(label)));
+        assert_eq!(stale_report(&said).expect(label).reason, reason);
+        assert_eq!(reason.as_label(), label);
+    }
+    let cases = [
+        ("recompute", Recovered::Recompute),
+        ("ask_again", Recovered::AskAgain),
+        ("failed", Recovered::Failed),
+    ];
+    for (label, recovered) in cases {
+        let said = answer(&with(written.clone(), "recovered", json!(label)));
+        assert_eq!(stale_report(&said).expect(label).recovered, recovered);
+        assert_eq!(recovered.as_label(), label);
+    }
+}
+
+#[test]
+fn what_is_no_report_is_none() {
+    let good = serde_json::to_value(report()).expect("written");
+    let mut lost = good.clone();
+    lost.as_object_mut().expect("a map").remove("recovered");
+    let reports = [
+        Value::Null,
+        json!(true),
+        json!([1, "x", 1, 1, "stale"]),
+        json!({}),
+        lost,
+        with(good.clone(), "version", json!(2)),
+        with(good.clone(), "claim_id", json!(7)),
+        with(good.clone(), "said_blocks", json!(-1)),
+        with(good.clone(), "said_blocks", json!(4_294_967_296_u64)),
+        with(good.clone(), "had_blocks", json!(1.5)),
+        with(good.clone(), "reason", json!(3)),
+        with(good, "recovered", Value::Null),
+    ];
+    for report in reports {
+        assert_eq!(stale_report(&answer(&report)), None, "{report}");
+    }
+    for nothing in [
+        Value::Null,
+        json!("kvdelta"),
+        json!([]),
+        json!({"kv_transfer_params": null}),
+        json!({"kvdelta": null}),
+        json!({"kvdelta": {"claim_id": "c-1"}}),
+    ] {
+        assert_eq!(stale_report(&nothing), None, "{nothing}");
+    }
+}
+
+#[test]
+fn a_cut_offer_names_the_request_that_is_to_be_released() {
+    let inner = json!({"remote_request_id": "cmpl-1", "remote_block_ids": [[7]]});
+    let cut = json!({"do_remote_prefill": false, "kvdelta": {"claim_id": "c-1", "params": inner}});
+    assert_eq!(remote_request_id(&cut), Some("cmpl-1"));
+    assert_eq!(
+        remote_request_id(&json!({"kv_transfer_params": cut})),
+        Some("cmpl-1")
+    );
+    // A whole offer is nobody's in particular.
+    assert_eq!(remote_request_id(&inner), None);
+    for id in [Value::Null, json!(""), json!(7), json!(["cmpl-1"])] {
+        let offer = json!({"kvdelta": {"params": {"remote_request_id": id}}});
+        assert_eq!(remote_request_id(&offer), None, "{id}");
+    }
+    for params in [Value::Null, json!([]), json!({})] {
+        let offer = json!({"kvdelta": {"params": params}});
+        assert_eq!(remote_request_id(&offer), None, "{params}");
+    }
 }
 
 #[test]
@@ -397,6 +503,24 @@ mod old_and_new {
     }
 
     #[test]
+    fn a_report_with_words_unknown_here() {
+        let written = serde_json::to_value(report()).expect("written");
+        let later = with(
+            with(written.clone(), "reason", json!("moved")),
+            "recovered",
+            json!("migrated"),
+        );
+        let expected = StaleReport {
+            reason: StaleReason::Unknown,
+            recovered: Recovered::Unknown,
+            ..report()
+        };
+        assert_eq!(stale_report(&answer(&later)), Some(expected));
+        let more = with(written, "decode_worker_id", json!({"of": [42]}));
+        assert_eq!(stale_report(&answer(&more)), Some(report()));
+    }
+
+    #[test]
     fn an_offer_of_ours_names_its_claim_or_an_empty_one() {
         let stock = json!({"remote_block_ids": [[1, 2]], "do_remote_prefill": true});
         assert_eq!(cut_for(&stock), None);
@@ -441,6 +565,9 @@ fn any_json() -> impl Strategy<Value = Value> {
             "cache_groups",
             "kvdelta",
             "kv_transfer_params",
+            "stale_claim",
+            "params",
+            "remote_request_id",
         ])
         .prop_map(str::to_owned),
     ];
@@ -505,7 +632,7 @@ proptest! {
         let _ = rmp_serde::from_slice::<DecodeCacheInfo>(&bytes);
         let _ = rmp_serde::from_slice::<Request>(&bytes);
         let _ = rmp_serde::from_slice::<Capability>(&bytes);
-        let _ = cut_for(&value);
+        let _ = (cut_for(&value), stale_report(&value), remote_request_id(&value));
         if let Ok(capability) = serde_json::from_value::<Capability>(value) {
             let _ = capability.check(size(16));
         }

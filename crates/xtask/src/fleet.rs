@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use crate::client::{Client, grown};
 use crate::command::tail;
@@ -73,9 +73,56 @@ pub(crate) enum Workers {
 pub(crate) struct EngineSetup {
     /// More options; they beat [`ENGINE_OPTIONS`].
     pub(crate) options: Vec<String>,
-    /// Whether the connector writes down what reaches it (`tests/engines/claim_recorder.py`), see
+    /// What moves the blocks of the prefill workers.
+    pub(crate) prefill: Connector,
+    /// And of the decode workers.
+    pub(crate) decode: Connector,
+}
+
+/// The class that moves an engine's blocks. Its name is that of vLLM's own in any case.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) enum Connector {
+    /// vLLM's own.
+    #[default]
+    Stock,
+    /// vLLM's own, which writes down what reaches it (`tests/engines/claim_recorder.py`), see
     /// [`Fleet::claim_records`].
-    pub(crate) record_claims: bool,
+    Recorder,
+    /// kvdelta's.
+    Kvdelta {
+        /// What [`crate::wheel::overlay`] returns.
+        overlay: [PathBuf; 2],
+        /// Its `kv_connector_extra_config`.
+        settings: Map<String, Value>,
+    },
+}
+
+impl Connector {
+    /// vLLM's `--kv-transfer-config` of an engine; a recorder writes to `records`.
+    fn config(&self, kv_role: &str, records: &Path) -> Value {
+        let mut config = json!({
+            "kv_connector": "NixlConnector",
+            "kv_role": kv_role,
+            "kv_buffer_device": "cpu",
+        });
+        let (module, settings) = match self {
+            Self::Stock => return config,
+            Self::Recorder => ("claim_recorder", json!({ "claim_recorder_path": records })),
+            Self::Kvdelta { settings, .. } => ("kvdelta_vllm.connector", json!(settings)),
+        };
+        config["kv_connector_module_path"] = json!(module);
+        config["kv_connector_extra_config"] = settings;
+        config
+    }
+
+    /// What its modules need in PYTHONPATH.
+    fn python_path(&self) -> Vec<PathBuf> {
+        match self {
+            Self::Stock => Vec::new(),
+            Self::Recorder => vec![env::engines_folder()],
+            Self::Kvdelta { overlay, .. } => overlay.to_vec(),
+        }
+    }
 }
 
 /// One process, its group and its log.
@@ -337,25 +384,17 @@ impl Fleet {
 
     fn spawn_worker(&self, role: Role, index: usize) -> Result<Worker> {
         let [system, side_channel, events] = free_ports()?;
-        let (mode, kv_role) = match role {
-            Role::Prefill => ("prefill", "kv_producer"),
-            Role::Decode => ("decode", "kv_consumer"),
+        let engines = &self.parts.engines;
+        let (mode, kv_role, connector) = match role {
+            Role::Prefill => ("prefill", "kv_producer", &engines.prefill),
+            Role::Decode => ("decode", "kv_consumer", &engines.decode),
         };
         let mut python_path = match &self.parts.workers {
             Workers::Stock => Vec::new(),
             Workers::Patched(overlay) => vec![overlay.clone()],
         };
-        let mut connector = json!({
-            "kv_connector": "NixlConnector",
-            "kv_role": kv_role,
-            "kv_buffer_device": "cpu",
-        });
-        if self.parts.engines.record_claims {
-            let records = self.claim_records_file(mode, index);
-            connector["kv_connector_module_path"] = json!("claim_recorder");
-            connector["kv_connector_extra_config"] = json!({ "claim_recorder_path": records });
-            python_path.push(env::engines_folder());
-        }
+        python_path.extend(connector.python_path());
+        let connector = connector.config(kv_role, &self.claim_records_file(mode, index));
         let mut command = Command::new(&self.parts.python);
         command
             .args([
@@ -368,7 +407,7 @@ impl Fleet {
             .arg(&self.parts.model)
             .args(["--served-model-name", MODEL])
             .args(ENGINE_OPTIONS)
-            .args(&self.parts.engines.options)
+            .args(&engines.options)
             .args(["--kv-transfer-config", &connector.to_string()])
             .arg("--kv-events-config")
             .arg(
