@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use crate::cache::{Cache, members, project_root};
 use crate::command::{logged, shown_status};
 use crate::frontend;
+use crate::links;
 use crate::requests;
 
 /// Options of `cargo xtask bench`.
@@ -23,8 +24,9 @@ use crate::requests;
   cargo xtask bench index --quick              small data, for its answers rather than its times
   cargo xtask bench query
   cargo xtask bench requests
+  cargo xtask bench links --quick
 
-Exit codes: 0 done, 1 failed, 2 an option that cannot be used.")]
+Exit codes: 0 done, 1 failed, 2 an option that cannot be used, 77 skipped where this machine cannot do it.")]
 pub(crate) struct Options {
     #[command(subcommand)]
     bench: Bench,
@@ -55,6 +57,8 @@ enum Bench {
     },
     /// Requests through the frontend: unpatched, patched with the flag off, and with a weight.
     Requests(requests::Options),
+    /// Time to the first token over links of several rates, by what a decode worker holds of the prompt.
+    Links(links::Options),
 }
 
 /// The package in `benches/`.
@@ -67,6 +71,7 @@ pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
         Bench::Index { arguments } => (program(cache, "bench-index")?, arguments),
         Bench::Query { arguments } => (program(cache, "bench-query")?, arguments),
         Bench::Requests(options) => return requests::run(cache, &options),
+        Bench::Links(options) => return links::run(cache, &options),
     };
     let status = shown_status(Command::new(program).args(arguments))?;
     // The program has told what is wrong; its exit codes are this command's.

@@ -4,7 +4,7 @@
 
 use anyhow::{Context, Result};
 use plotters::coord::Shift;
-use plotters::coord::ranged1d::ValueFormatter;
+use plotters::coord::ranged1d::{AsRangedCoord, ValueFormatter};
 use plotters::prelude::*;
 
 const PANEL: (u32, u32) = (310, 230);
@@ -23,16 +23,23 @@ const COLOURS: [RGBColor; 4] = [
 pub(crate) struct Chart {
     /// Stands above all.
     pub(crate) title: String,
-    /// What is measured, with its unit.
-    pub(crate) measure: String,
     /// What the categories are.
     pub(crate) category: String,
-    /// Whether the values go up by factors.
-    pub(crate) logarithmic: bool,
     /// Names of the series; there are colours for four.
     pub(crate) series: Vec<String>,
-    /// Rows of panels of equal length.
-    pub(crate) rows: Vec<Vec<Panel>>,
+    /// Rows of equal length.
+    pub(crate) rows: Vec<Row>,
+}
+
+/// Panels with the same range of values.
+#[derive(Debug)]
+pub(crate) struct Row {
+    /// What is measured, with its unit.
+    pub(crate) measure: String,
+    /// Whether the values go up by factors.
+    pub(crate) logarithmic: bool,
+    /// From left to right.
+    pub(crate) panels: Vec<Panel>,
 }
 
 /// One of the small charts.
@@ -47,9 +54,9 @@ pub(crate) struct Panel {
 }
 
 impl Chart {
-    /// The chart as SVG. All panels have the same range of values.
+    /// The chart as SVG.
     pub(crate) fn svg(&self) -> Result<String> {
-        let columns = self.rows.first().map_or(0, Vec::len);
+        let columns = self.rows.first().map_or(0, |row| row.panels.len());
         let size = (
             PANEL.0 * u32::try_from(columns)?,
             HEAD + PANEL.1 * u32::try_from(self.rows.len())?,
@@ -60,28 +67,21 @@ impl Chart {
             root.fill(&WHITE)?;
             let (head, body) = root.split_vertically(HEAD);
             self.draw_head(&head)?;
-            let [low, high] = self.range().context("there is nothing to draw")?;
-            let areas = body.split_evenly((self.rows.len(), columns));
-            for (panel, area) in self.rows.iter().flatten().zip(&areas) {
-                if self.logarithmic {
-                    self.draw(panel, area, (low / 1.3..high * 1.3).log_scale())?;
-                } else {
-                    self.draw(panel, area, 0.0..high * 1.1)?;
+            let rows = body.split_evenly((self.rows.len(), 1));
+            for (row, area) in self.rows.iter().zip(&rows) {
+                let [low, high] = row.range().context("there is nothing to draw")?;
+                for (panel, area) in row.panels.iter().zip(area.split_evenly((1, columns))) {
+                    if row.logarithmic {
+                        let range = low / 1.3..high * 1.3;
+                        self.draw(row, panel, &area, range.log_scale())?;
+                    } else {
+                        self.draw(row, panel, &area, 0.0..high * 1.1)?;
+                    }
                 }
             }
             root.present()?;
         }
         Ok(svg + "\n")
-    }
-
-    /// The least and the greatest value of all panels.
-    fn range(&self) -> Option<[f64; 2]> {
-        let panels = self.rows.iter().flatten();
-        let values = panels.flat_map(|panel| panel.values.iter().flatten().flatten().flatten());
-        values.fold(None, |range, &value| {
-            let [low, high] = range.unwrap_or([value, value]);
-            Some([value.min(low), value.max(high)])
-        })
     }
 
     fn draw_head(&self, head: &Area<'_>) -> Result<()> {
@@ -97,6 +97,7 @@ impl Chart {
 
     fn draw<Y>(
         &self,
+        row: &Row,
         panel: &Panel,
         area: &Area<'_>,
         values: impl AsRangedCoord<CoordDescType = Y, Value = f64>,
@@ -114,7 +115,9 @@ impl Chart {
         let name = |place: &f64| {
             let named = panel.categories.iter().enumerate();
             let mut here = named.filter(|(index, _)| (*index as f64 - place).abs() < 1e-6);
-            here.next().map(|(_, name)| name.clone()).unwrap_or_default()
+            here.next()
+                .map(|(_, name)| name.clone())
+                .unwrap_or_default()
         };
         chart
             .configure_mesh()
@@ -125,7 +128,7 @@ impl Chart {
             .x_desc(&self.category)
             .y_labels(6)
             .y_label_formatter(&|value| value.to_string())
-            .y_desc(&self.measure)
+            .y_desc(&row.measure)
             .label_style((FONT, 11))
             .draw()?;
         let middle = (self.series.len() as f64 - 1.0) / 2.0;
@@ -147,6 +150,18 @@ impl Chart {
     }
 }
 
+impl Row {
+    /// The least and the greatest value of all panels.
+    fn range(&self) -> Option<[f64; 2]> {
+        let panels = self.panels.iter();
+        let values = panels.flat_map(|panel| panel.values.iter().flatten().flatten().flatten());
+        values.fold(None, |range, &value| {
+            let [low, high] = range.unwrap_or([value, value]);
+            Some([value.min(low), value.max(high)])
+        })
+    }
+}
+
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 #[cfg(test)]
@@ -156,23 +171,34 @@ mod tests {
     fn chart(values: Vec<Vec<Option<[f64; 3]>>>) -> Chart {
         Chart {
             title: "Times & shares".to_owned(),
-            measure: "ms".to_owned(),
             category: "share".to_owned(),
-            logarithmic: true,
             series: vec!["one".to_owned(), "two".to_owned()],
-            rows: vec![vec![Panel {
-                title: "50 Mbit/s".to_owned(),
-                categories: vec!["none".to_owned(), "half".to_owned()],
-                values,
-            }]],
+            rows: vec![Row {
+                measure: "ms".to_owned(),
+                logarithmic: true,
+                panels: vec![Panel {
+                    title: "50 Mbit/s".to_owned(),
+                    categories: vec!["none".to_owned(), "half".to_owned()],
+                    values,
+                }],
+            }],
         }
     }
 
     #[test]
     fn every_value_is_drawn_under_its_category() {
         let some = Some([20.0, 10.0, 30.0]);
-        let svg = chart(vec![vec![some, some], vec![some, None]]).svg().unwrap();
-        for text in ["Times &amp; shares", "50 Mbit/s", "none", "half", "one", "two"] {
+        let svg = chart(vec![vec![some, some], vec![some, None]])
+            .svg()
+            .unwrap();
+        for text in [
+            "Times &amp; shares",
+            "50 Mbit/s",
+            "none",
+            "half",
+            "one",
+            "two",
+        ] {
             assert!(svg.contains(text), "no {text:?} in\n{svg}");
         }
         // One in the head for each series, one for each value.

@@ -4,6 +4,7 @@
 
 mod bench;
 mod cache;
+mod chart;
 mod claims;
 mod client;
 mod command;
@@ -14,8 +15,10 @@ mod export_pr;
 mod fleet;
 mod frontend;
 mod interrupt;
+mod links;
 mod live_claims;
 mod live_index;
+mod namespace;
 mod outputs;
 mod own_crates;
 mod patch;
