@@ -4,6 +4,7 @@
 
 mod bench;
 mod cache;
+mod capacity;
 mod chart;
 mod claims;
 mod client;
@@ -25,6 +26,7 @@ mod patch;
 mod phase;
 mod pr_text;
 mod progress;
+mod pytest;
 mod report;
 mod requests;
 mod test;

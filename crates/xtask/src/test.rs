@@ -25,6 +25,7 @@ use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Report};
 use crate::unchanged;
 use crate::upstream_tests;
+use crate::wheel;
 use crate::workers;
 
 /// The engine test accepts this much above "every prefix once".
@@ -63,7 +64,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 14] = [
+const PARTS: [Part; 16] = [
     Part {
         name: "format",
         heavy: false,
@@ -93,6 +94,16 @@ const PARTS: [Part; 14] = [
         name: "lints of the Python files",
         heavy: false,
         run: python_lints,
+    },
+    Part {
+        name: "tests of the Python module",
+        heavy: false,
+        run: wheel::check,
+    },
+    Part {
+        name: "tests of the package for vLLM",
+        heavy: true,
+        run: wheel::test_vllm,
     },
     Part {
         name: "upstream's tests on the patched crates",
@@ -242,19 +253,16 @@ fn workspace_cargo(cache: &Cache, arguments: &[&str]) -> Result<Command> {
 }
 
 fn lints(cache: &Cache) -> Result<()> {
-    shown_run(workspace_cargo(
-        cache,
-        &[
-            "clippy",
-            "--quiet",
-            "--locked",
-            "--workspace",
-            "--all-targets",
-            "--",
-            "--deny",
-            "warnings",
-        ],
-    )?)
+    // Without what only the wheel has, then with it: that links no test, for which Python would be needed.
+    for scope in [
+        &["--workspace", "--all-targets"][..],
+        &["--package=kvdelta-transfer", "--features=python"],
+    ] {
+        let mut clippy = workspace_cargo(cache, &["clippy", "--quiet", "--locked"])?;
+        clippy.args(scope).args(["--", "--deny", "warnings"]);
+        shown_run(clippy)?;
+    }
+    Ok(())
 }
 
 fn workspace_tests(cache: &Cache) -> Result<()> {
@@ -286,15 +294,20 @@ fn workspace_tests(cache: &Cache) -> Result<()> {
 
 fn python_lints(cache: &Cache) -> Result<()> {
     let python = env::tools(cache)?;
-    let folder = env::engines_folder();
-    for arguments in [
-        &["ruff", "check", "."][..],
-        &["ruff", "format", "--check", "."],
-        &["mypy", "."],
-    ] {
-        let mut linter = Command::new(&python);
-        linter.arg("-m").args(arguments).current_dir(&folder);
-        shown_run(linter)?;
+    let stub = wheel::crate_folder();
+    for folder in [env::engines_folder(), stub.clone(), wheel::vllm_folder()] {
+        for arguments in [
+            &["ruff", "check", "."][..],
+            &["ruff", "format", "--check", "."],
+            &["mypy", "."],
+        ] {
+            let mut linter = Command::new(&python);
+            linter.arg("-m").args(arguments).current_dir(&folder);
+            if folder != stub {
+                linter.env("MYPYPATH", &stub);
+            }
+            shown_run(linter)?;
+        }
     }
     Ok(())
 }

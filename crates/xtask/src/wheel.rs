@@ -14,6 +14,7 @@ use crate::command;
 use crate::env;
 use crate::frontend;
 use crate::own_crates;
+use crate::pytest;
 
 /// The crate that has the bindings.
 const CRATE: &str = "kvdelta-transfer";
@@ -62,13 +63,18 @@ pub(crate) fn vllm_folder() -> PathBuf {
     project_root().join("backends/vllm")
 }
 
+/// The folder of the crate, its Python files among the others.
+pub(crate) fn crate_folder() -> PathBuf {
+    project_root().join("crates").join(CRATE)
+}
+
 /// Where an entry has the files of its wheel.
 const UNPACKED: &str = "unpacked";
 
 /// A folder with the wheel, and with its files in [`UNPACKED`].
 fn build(cache: &Cache) -> Result<PathBuf> {
     let python = env::tools(cache)?;
-    let folder = project_root().join("crates").join(CRATE);
+    let folder = crate_folder();
     let mut key = Key::new()
         .part("rustc", frontend::rustc_version()?.as_bytes())
         .part("maturin", maturin()?.as_bytes())
@@ -99,6 +105,32 @@ fn build(cache: &Cache) -> Result<PathBuf> {
             .arg(entry.join(UNPACKED));
         command::quiet(unpack, &log)
     })
+}
+
+/// Tests the module, and compares its stub with it.
+pub(crate) fn check(cache: &Cache) -> Result<()> {
+    let python = env::tools(cache)?;
+    let unpacked = build(cache)?.join(UNPACKED);
+    // mypy leaves its cache behind.
+    let scratch = tempfile::tempdir()?;
+    let mut stubtest = Command::new(&python);
+    stubtest
+        .args(["-m", "mypy.stubtest", "kvdelta", "--allowlist"])
+        .arg(env::engines_folder().join("stubtest.txt"))
+        .env("PYTHONPATH", &unpacked)
+        .env("MYPYPATH", &unpacked)
+        .current_dir(scratch.path());
+    command::shown_run(stubtest)?;
+    let tests = crate_folder().join("tests");
+    pytest::run(cache, &python, &[&unpacked], &[], &tests, &[tests.clone()])
+}
+
+/// Runs the tests of the package for vLLM, in the environment of the engines.
+pub(crate) fn test_vllm(cache: &Cache) -> Result<()> {
+    let [module, package] = overlay(cache)?;
+    let (python, tests) = (env::engines(cache)?, package.join("tests"));
+    let path = [module.as_path(), &package];
+    pytest::run(cache, &python, &path, &["-W", "ignore"], &package, &[tests])
 }
 
 /// The line of maturin in the lock of the tools.
