@@ -72,7 +72,8 @@ impl Chart {
                 let [low, high] = row.range().context("there is nothing to draw")?;
                 for (panel, area) in row.panels.iter().zip(area.split_evenly((1, columns))) {
                     if row.logarithmic {
-                        let range = low / 1.3..high * 1.3;
+                        // Whole powers of ten, so that the axis has them as its numbers.
+                        let range = power(low.log10().floor())..power((high * 1.01).log10().ceil());
                         self.draw(row, panel, &area, range.log_scale())?;
                     } else {
                         self.draw(row, panel, &area, 0.0..high * 1.1)?;
@@ -122,7 +123,7 @@ impl Chart {
         chart
             .configure_mesh()
             .disable_x_mesh()
-            .light_line_style(TRANSPARENT)
+            .light_line_style(RGBColor(238, 238, 238))
             .x_labels(categories)
             .x_label_formatter(&name)
             .x_desc(&self.category)
@@ -148,6 +149,10 @@ impl Chart {
         }
         Ok(())
     }
+}
+
+fn power(exponent: f64) -> f64 {
+    10_f64.powf(exponent)
 }
 
 impl Row {
