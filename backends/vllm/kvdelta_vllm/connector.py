@@ -19,14 +19,18 @@ from .stats import KvdeltaConnectorStats, KvdeltaPromMetrics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+else:
+    NixlBaseConnector = object
+
 logger = init_logger(__name__)
 
 
-class _Connector:
+class _Connector(NixlBaseConnector):
     """What both connectors add to upstream's."""
 
     if compat.VERSION_HERE is not None:

@@ -55,11 +55,11 @@ class KvdeltaConnectorMetadata(NixlConnectorMetadata):
         self.releases: set[ReqId] = set()
         """Prefill worker: its own request ids whose blocks are to be freed now (reported as finished sending, once)."""
         self.leases: dict[ReqId, Lease] = {}
-        """Decode worker: the lease of requests in ``reqs_to_recv`` that read something; absent: read as upstream does."""
+        """Decode worker: the lease of requests in ``reqs_to_recv`` that read; absent: they read as upstream's do."""
         self.fail_now: set[ReqId] = set()
         """Decode worker: parked requests to report as failed; nothing is read for them.
 
-        Such a request may also stand in ``reqs_to_recv`` or ``notices``, without blocks, so that its prefill worker is told.
+        It may also stand in ``reqs_to_recv`` or ``notices``, without blocks, so that its prefill worker is told.
         """
         self.notices: dict[ReqId, ReqMeta] = {}
         """Decode worker, push mode only: ``remote`` is told that nothing is needed (in pull mode that is upstream's

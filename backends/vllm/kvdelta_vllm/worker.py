@@ -177,9 +177,7 @@ class _KvdeltaWorker(NixlBaseConnectorWorker):
         """Report a parked request as failed with this step's results, or once its transfers are over."""
         if req_id not in self._recving_metadata:
             blocks: BlockIds = meta.local_block_ids if meta is not None and meta.local_block_ids else ([],)
-            self._recving_metadata[req_id] = ReqMeta(
-                local_block_ids=blocks, local_physical_block_ids=blocks, tp_size=1
-            )
+            self._recving_metadata[req_id] = ReqMeta(local_block_ids=blocks, local_physical_block_ids=blocks, tp_size=1)
         elif not self._recving_metadata[req_id].local_block_ids:
             # Upstream looks at the first group of what failed.
             self._recving_metadata[req_id].local_block_ids = ([],)
@@ -414,9 +412,7 @@ class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):
                 handle = self.nixl_wrapper.initialize_xfer("READ", local, remote, agent, check.notice)
                 self.nixl_wrapper.transfer(handle)
             except Exception as error:  # noqa: BLE001
-                self._log_failure(
-                    failure_type="lease_check_setup_failed", req_id=req_id, error=error, remote_rank=rank
-                )
+                self._log_failure(failure_type="lease_check_setup_failed", req_id=req_id, error=error, remote_rank=rank)
                 self._word_failed(check)
                 if handle is None:
                     self._landing.give(landing)
@@ -439,9 +435,7 @@ class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):
             del check.reads[rank]
             self._abandoned.append(read)
             if state != "DONE":
-                self._log_failure(
-                    failure_type="lease_check_failed", req_id=req_id, xfer_state=state, remote_rank=rank
-                )
+                self._log_failure(failure_type="lease_check_failed", req_id=req_id, xfer_state=state, remote_rank=rank)
                 self._word_failed(check)
             elif self._landing.table[read.landing] == check.lease.generation:
                 self.xfer_stats.count("lease_checks", label="held")

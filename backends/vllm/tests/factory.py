@@ -40,6 +40,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Set as AbstractSet
 
 TOKEN = 7
 TABLES = {(0, 0): (4096, 0, 8)}
@@ -147,20 +148,20 @@ class Engine:
         self.stats: list[Any] = []
         self.outputs: dict[str, Any] = {}
         if self.tables:
-            self.half._slots.tables = {rank: entry[:2] for rank, entry in self.tables.items()}
-            self.half._slots.free = list(range(min(entry[2] for entry in self.tables.values())))
+            self.half.prefill.set_tables(self.tables)
 
     @property
     def free(self) -> int:
         """Blocks that no request holds."""
-        return self.pool.get_num_free_blocks()
+        free: int = self.pool.get_num_free_blocks()
+        return free
 
     @property
-    def meta(self) -> Any:  # noqa: ANN401
+    def meta(self) -> Any:
         """What the worker half was told last."""
         return self.metas[-1]
 
-    def add(self, name: str, prompt: list[int], params: Any = None, *, max_tokens: int = 1, **more: Any) -> Request:  # noqa: ANN401
+    def add(self, name: str, prompt: list[int], params: Any = None, *, max_tokens: int = 1, **more: Any) -> Request:
         """Add a request."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -181,7 +182,11 @@ class Engine:
         return request
 
     def step(
-        self, *, sent: set[str] = frozenset(), received: set[str] = frozenset(), failed: set[str] = frozenset()
+        self,
+        *,
+        sent: AbstractSet[str] = frozenset(),
+        received: AbstractSet[str] = frozenset(),
+        failed: AbstractSet[str] = frozenset(),
     ) -> None:
         """Run one step, with what the worker half says of transfers."""
         output = self.scheduler.schedule()
@@ -223,12 +228,15 @@ class Engine:
 
     def cached(self, tokens: list[int]) -> int:
         """Return the tokens that a lookup finds."""
-        return self.scheduler.kv_cache_manager.get_computed_blocks(self._probe(tokens))[1]
+        found: int = self.scheduler.kv_cache_manager.get_computed_blocks(self._probe(tokens))[1]
+        return found
 
     def own_hash(self, tokens: list[int], blocks: int) -> int:
         """Return the hash that KV events tell of the last of ``blocks`` blocks."""
         hashes = self._probe(tokens).block_hashes
-        return maybe_convert_block_hash(hashes[blocks * self.specs[0].block_size // self.pool.hash_block_size - 1])
+        at = blocks * self.specs[0].block_size // self.pool.hash_block_size - 1
+        own: int = maybe_convert_block_hash(hashes[at])
+        return own
 
     def evict(self, tokens: list[int], indices: Iterable[int], group: int = 0) -> None:
         """Take blocks of a prompt out of the prefix cache."""
@@ -241,11 +249,11 @@ class Engine:
         """What the worker half was told to release."""
         return [name for meta in self.metas for name in sorted(meta.releases)]
 
-    def meta_of(self, field: str) -> Any:  # noqa: ANN401
+    def meta_of(self, field: str) -> Any:
         """Return the last that the worker half was told of ``field``."""
         return next(getattr(meta, field) for meta in reversed(self.metas) if getattr(meta, field))
 
-    def run(self, name: str, limit: int = 50) -> Any:  # noqa: ANN401
+    def run(self, name: str, limit: int = 50) -> Any:
         """Step until ``name`` ends, and return its last output."""
         for _ in range(limit):
             if name in self.outputs:
@@ -256,7 +264,7 @@ class Engine:
     def count(self, name: str, label: str | None = None) -> float:
         """Return one of our counters, of what was handed out and what was not yet."""
         key = f"kvdelta_{name}" + (f"/{label}" if label else "")
-        return sum(sum(data.get(key, ())) for data in [*self.stats, self.half._stats.data])
+        return sum(sum(data.get(key, ())) for data in [*self.stats, self.half.shared.stats.data])
 
 
 def prompt(tokens: int, start: int = 100) -> list[int]:
@@ -287,7 +295,7 @@ def prefill(engine: Engine, name: str, tokens: list[int], claimed: object = None
     return offer
 
 
-def decode(engine: Engine, name: str, tokens: list[int], offer: Any, **more: Any) -> Request:  # noqa: ANN401
+def decode(engine: Engine, name: str, tokens: list[int], offer: Any, **more: Any) -> Request:
     """Add the decode leg of a prompt."""
     return engine.add(name, list(tokens), json.loads(json.dumps(offer)), **more)
 

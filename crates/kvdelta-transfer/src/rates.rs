@@ -54,7 +54,8 @@ impl MeasuredRate {
             return;
         }
         let factor = (measured / self.mean).clamp(OUTLIER.recip(), OUTLIER);
-        self.mean = (self.mean * factor.powf(WEIGHT)).clamp(LEAST, MOST);
+        // Between what it was and what was measured, so within what is believed.
+        self.mean *= factor.powf(WEIGHT);
         let moved = self.mean / self.published;
         if !(BAND.recip()..=BAND).contains(&moved) {
             self.published = self.mean;

@@ -249,7 +249,7 @@ impl Budget {
         self.fill(now);
         let has = self.left >= 1.0 - ROUNDING;
         if has {
-            self.left = (self.left - 1.0).max(0.0);
+            self.left -= 1.0;
         }
         has
     }

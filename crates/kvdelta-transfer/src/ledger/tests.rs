@@ -312,7 +312,7 @@ impl Naive {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(ProptestConfig::with_cases(500))]
 
     #[test]
     fn every_block_is_released_exactly_once(
