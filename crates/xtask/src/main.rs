@@ -4,18 +4,24 @@
 
 mod bench;
 mod cache;
+mod capacity;
+mod chart;
 mod claims;
 mod client;
 mod command;
+mod counts;
 mod demo;
 mod diff_size;
 mod env;
 mod export_pr;
+mod faults;
 mod fleet;
 mod frontend;
 mod interrupt;
+mod links;
 mod live_claims;
 mod live_index;
+mod namespace;
 mod outputs;
 mod own_crates;
 mod patch;
