@@ -134,7 +134,12 @@ class Engine:
         cache.num_gpu_blocks = self.blocks
         self.config = VllmConfig(
             model_config=ModelConfig(
-                model=str(_MODEL), tokenizer=None, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=self.length
+                model=str(_MODEL),
+                tokenizer=None,
+                skip_tokenizer_init=True,
+                dtype="float32",
+                seed=0,
+                max_model_len=self.length,
             ),
             cache_config=cache,
             scheduler_config=SchedulerConfig(
