@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from kvdelta_vllm.metadata import KvdeltaConnectorMetadata, KvdeltaHandshakePayload, Lease, LeaseWord
 from kvdelta_vllm.worker import KvdeltaPullWorker
-from nixl_pair import BLOCKS, Side, Worker, free_port, run
+from nixl_pair import BLOCKS, Side, Worker, free_port, run, tensor_parallel
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
@@ -372,7 +372,9 @@ def _raise(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("method", ["make_prepped_xfer", "transfer"])
 def test_a_read_that_cannot_start_fails_and_the_prefill_worker_is_told(
-    pair: Pair, monkeypatch: Any, method: str  # noqa: ANN401
+    pair: Pair,
+    monkeypatch: Any,
+    method: str,  # noqa: ANN401
 ) -> None:
     p, d = names()
     lease = pair.offer(p)
@@ -466,7 +468,21 @@ def test_more_checks_than_words_wait_for_one_another(pair: Pair, monkeypatch: An
 
 @pytest.mark.parametrize(
     "notice",
-    [b"", b":", b"p", b"p:", b"p:x", b"p:-1", b"p:0", b"p:99999999999", b"\xff\xfe:1", b":1", b"HB:", b"HB:,,", b"PUSH_REG:"],
+    [
+        b"",
+        b":",
+        b"p",
+        b"p:",
+        b"p:x",
+        b"p:-1",
+        b"p:0",
+        b"p:99999999999",
+        b"\xff\xfe:1",
+        b":1",
+        b"HB:",
+        b"HB:,,",
+        b"PUSH_REG:",
+    ],
 )
 def test_no_notice_ends_the_engine(pair: Pair, notice: bytes) -> None:
     p, d = names()
@@ -629,20 +645,12 @@ def test_a_prefill_worker_that_dies_after_half_fails_the_other_half() -> None:
         decode.worker.close()
 
 
-def tensor_parallel(worker_class: type, ranks: int) -> list[Side]:
-    """Make the ranks of one engine, behind one side channel."""
-    first = Worker(worker_class, ranks=ranks, serve=False)
-    made = [first] + [
-        Worker(worker_class, rank=rank, ranks=ranks, engine_id=first.engine_id, port=first.port, serve=False)
-        for rank in range(1, ranks)
-    ]
-    first.serve({(0, rank): worker.payload for rank, worker in enumerate(made)})
-    return [Side(worker, KvdeltaConnectorMetadata) for worker in made]
-
-
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 1), (1, 2), (2, 2)])
 def test_each_rank_reads_checks_and_tells_its_own(prefill_ranks: int, decode_ranks: int) -> None:
-    pair = Pair(tensor_parallel(KvdeltaPullWorker, prefill_ranks), tensor_parallel(KvdeltaPullWorker, decode_ranks))
+    pair = Pair(
+        tensor_parallel(KvdeltaPullWorker, KvdeltaConnectorMetadata, prefill_ranks),
+        tensor_parallel(KvdeltaPullWorker, KvdeltaConnectorMetadata, decode_ranks),
+    )
     try:
         (p, d), (full_p, full_d), (bad_p, bad_d) = names(), names(), names()
         for rank, side in enumerate(pair.prefills):
@@ -657,12 +665,17 @@ def test_each_rank_reads_checks_and_tells_its_own(prefill_ranks: int, decode_ran
         for side in pair.decodes:
             side.fetch(full_d, (), pair.prefill.params(full_p, [[4]], **changes), parked=False)
         pair.run(
-            lambda: all(d in side.results.received for side in pair.decodes)
-            and pair.sent(p) == pair.sent(full_p) == [1] * prefill_ranks
+            lambda: (
+                all(d in side.results.received for side in pair.decodes)
+                and pair.sent(p) == pair.sent(full_p) == [1] * prefill_ranks
+            )
         )
         assert pair.words(lease) == [0] * prefill_ranks
         heads = [
-            cache[10, head] for side in pair.decodes for cache in side.worker.caches.values() for head in range(cache.shape[1])
+            cache[10, head]
+            for side in pair.decodes
+            for cache in side.worker.caches.values()
+            for head in range(cache.shape[1])
         ]
         assert sorted({float(head.mean()) // 100 for head in heads}) == [0.0, 1.0]
         if decode_ranks == 1:
@@ -681,7 +694,10 @@ def test_each_rank_reads_checks_and_tells_its_own(prefill_ranks: int, decode_ran
 
 
 def test_a_release_is_reported_by_each_rank_once_whatever_it_heard_before() -> None:
-    pair = Pair(tensor_parallel(KvdeltaPullWorker, 2), tensor_parallel(KvdeltaPullWorker, 2))
+    pair = Pair(
+        tensor_parallel(KvdeltaPullWorker, KvdeltaConnectorMetadata, 2),
+        tensor_parallel(KvdeltaPullWorker, KvdeltaConnectorMetadata, 2),
+    )
     try:
         p, d = names()
         pair.offer(p)
