@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvdelta_vllm.metadata import KvdeltaConnectorMetadata
-from kvdelta_vllm.worker import KvdeltaPushWorker
 from nixl_pair import BLOCKS, Side, Worker, run, tensor_parallel
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX, NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+
+from kvdelta_vllm.metadata import KvdeltaConnectorMetadata
+from kvdelta_vllm.worker import KvdeltaPushWorker
 
 NAMES = itertools.count()
 
