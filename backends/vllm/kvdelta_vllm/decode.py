@@ -269,9 +269,6 @@ class Decode:
                 held_blocks = (received.held // group.block_size for group in self._shared.groups)
                 self._count_used(received, self._shared.bytes_of(held_blocks, prefix_only=True))
                 self._shared.stats.count("full_hits")
-                tokens = received.tokens or 0
-                held = (tokens // group.block_size for group in self._shared.groups)
-                self._shared.stats.count("bytes_saved", self._shared.bytes_of(held, prefix_only=True))
             return
         # vLLM may load nothing where it was answered that the request is to fail.
         received.report["recovered"] = "recompute"
@@ -296,6 +293,8 @@ class Decode:
     def _count_used(self, received: Received, saved: int) -> None:
         self._shared.stats.count("offers", label="whole" if received.head is None else "confirmed")
         self._shared.stats.count("bytes_saved", saved)
+        if received.head is not None:
+            self._recovery.confirmed(now_ms())
 
     def _count_stale(self, report: Mapping[str, Any]) -> None:
         if report["reason"] != "expired":
@@ -369,8 +368,6 @@ class Decode:
             prefix_only=True,
         )
         self._count_used(received, saved)
-        if received.head is not None:
-            self._recovery.confirmed(received.since_ms)
 
     def done(self, request_id: str, *, failed: bool) -> None:
         """Count a load that ended."""
