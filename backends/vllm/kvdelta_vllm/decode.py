@@ -293,6 +293,8 @@ class Decode:
     def _count_used(self, received: Received, saved: int) -> None:
         self._shared.stats.count("offers", label="whole" if received.head is None else "confirmed")
         self._shared.stats.count("bytes_saved", saved)
+        if received.head is not None:
+            self._recovery.confirmed(now_ms())
 
     def _count_stale(self, report: Mapping[str, Any]) -> None:
         if report["reason"] != "expired":
@@ -366,8 +368,6 @@ class Decode:
             prefix_only=True,
         )
         self._count_used(received, saved)
-        if received.head is not None:
-            self._recovery.confirmed(received.since_ms)
 
     def done(self, request_id: str, *, failed: bool) -> None:
         """Count a load that ended."""

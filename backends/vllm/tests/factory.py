@@ -44,7 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from collections.abc import Set as AbstractSet
 
 TOKEN = 7
@@ -109,7 +109,7 @@ def state(block_size: int = 4) -> MambaSpec:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """A scheduler with a connector, and what a model runner would say."""
 
@@ -178,6 +178,7 @@ class Engine:
         self.half = self.scheduler.connector.connector_scheduler
         self.metas: list[Any] = []
         self._flying: deque[tuple[Any, dict[str, bool]]] = deque()
+        self.watchers: list[Callable[[Engine, Any], None]] = []
         self.stats: list[Any] = []
         self.outputs: dict[str, Any] = {}
         if self.tables:
@@ -225,6 +226,8 @@ class Engine:
         """Run one step, with what the worker half says of transfers."""
         output = self.scheduler.schedule()
         self.metas.append(output.kv_connector_metadata)
+        for watch in self.watchers:
+            watch(self, output)
         # A prompt is sampled from at its end, which this step knows before another one is scheduled.
         ends = {
             name: request.num_computed_tokens >= request.num_tokens

@@ -687,3 +687,32 @@ def test_steps_that_run_ahead(tokens: int) -> None:
 
 def test_a_decode_worker_with_several_ranks_counts_all_of_them() -> None:
     assert groups_of(Engine().kv_cache_config, 4)[0].bytes_per_block == 4 * full().page_size_bytes
+
+
+def test_a_stale_claim_is_recovered_from_in_one_way_however_often_it_is_looked_at() -> None:
+    d = Engine()
+    tokens = prompt(30)
+    request = decode(d, "d1", tokens, cut(tokens, 6))
+    answers = {d.half.get_num_new_matched_tokens(request, 0) for _ in range(20)}
+    assert len(answers) == 1
+    d.step()
+    again = d.meta.fail_now == {"d1"}
+    assert answers == {(30, True) if again else (0, False)}
+    assert d.count("recoveries", "ask_again" if again else "recompute") == 1
+
+
+def test_asking_again_has_a_budget() -> None:
+    d = Engine(blocks=512)
+    kinds = []
+    for index in range(14):
+        tokens = prompt(30, index)
+        answer = cut(tokens, 6)
+        answer["kvdelta"]["params"]["remote_request_id"] = f"p{index}"
+        name = f"d{index}"
+        request = decode(d, name, tokens, answer)
+        # Nothing of it is there: all of a long prompt would have to be computed here.
+        request.num_prompt_tokens = 1_000_000
+        d.half.get_num_new_matched_tokens(request, 0)
+        kinds.append(d.half.decode._received[name].choice)
+    assert set(kinds[:10]) == {"ask_again"}
+    assert kinds[-1] == "recompute"
