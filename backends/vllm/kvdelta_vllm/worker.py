@@ -82,6 +82,13 @@ class _KvdeltaWorker(NixlBaseConnectorWorker):
         blocks: set[int] = super().get_block_ids_with_load_errors()
         return blocks if len(self.kv_cache_config.kv_cache_groups) == 1 else set()
 
+    def shutdown(self) -> None:
+        """Clear the words, then as upstream."""
+        # Nothing is there yet where the constructor failed.
+        if (words := getattr(self, "_lease_words", None)) is not None:
+            words.let_go_of_all()
+        super().shutdown()
+
     def _get_new_notifs(self) -> set[str]:
         done: set[str] = super()._get_new_notifs()
         done |= self._released

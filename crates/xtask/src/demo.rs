@@ -37,7 +37,7 @@ use crate::workload::{self, Planned, Shape, Workload};
 /// Bytes that NIXL moved into a decode worker.
 const MOVED_BYTES: &str = "vllm:nixl_bytes_transferred_sum";
 /// Requests that a worker finished.
-const FINISHED: &str = "vllm:request_success_total";
+pub(crate) const FINISHED: &str = "vllm:request_success_total";
 /// The counters are brought up to date every few seconds.
 const SETTLE: Duration = Duration::from_secs(6);
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
@@ -125,7 +125,7 @@ pub(crate) struct Options {
 }
 
 /// A finite number above 0.
-fn positive(text: &str) -> Result<f64, String> {
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
         _ => Err("must be a finite number above 0".to_owned()),
@@ -710,8 +710,9 @@ async fn with_retries(
 
 /// What the byte counts need of the model.
 #[derive(Debug, serde::Deserialize)]
-struct Model {
-    vocab_size: u32,
+pub(crate) struct Model {
+    /// Token ids.
+    pub(crate) vocab_size: u32,
     num_hidden_layers: u64,
     num_key_value_heads: u64,
     head_dim: u64,
@@ -719,7 +720,8 @@ struct Model {
 }
 
 impl Model {
-    fn read(folder: &Path) -> Result<Self> {
+    /// From its folder.
+    pub(crate) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
         let text =
             fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -736,7 +738,7 @@ impl Model {
     }
 
     /// Keys and values of one block over all layers.
-    fn block_bytes(&self) -> u64 {
+    pub(crate) fn block_bytes(&self) -> u64 {
         let values = 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim;
         values * size_of::<f32>() as u64 * BLOCK_SIZE as u64
     }

@@ -73,6 +73,12 @@ pub(crate) enum Workers {
 pub(crate) struct EngineSetup {
     /// More options; they beat [`ENGINE_OPTIONS`].
     pub(crate) options: Vec<String>,
+    /// More options of the prefill workers alone; they beat `options`.
+    pub(crate) prefill_options: Vec<String>,
+    /// And of the decode workers.
+    pub(crate) decode_options: Vec<String>,
+    /// UCX_TLS, the transports that may move blocks; TCP and shared memory when left out.
+    pub(crate) transports: Option<&'static str>,
     /// What moves the blocks of the prefill workers.
     pub(crate) prefill: Connector,
     /// And of the decode workers.
@@ -188,7 +194,7 @@ impl Process {
     /// Gives the busiest thread beside the main ones the lowest priority.
     ///
     /// NIXL's progress thread polls without a pause; a few workers would leave no core to anyone.
-    fn calm(&self) {
+    pub(crate) fn calm(&self) {
         if let Some(thread) = self.child.id().try_into().ok().and_then(busiest_thread) {
             let renice = Command::new("renice")
                 .args(["-n", "19", "-p", &thread.to_string()])
@@ -385,9 +391,19 @@ impl Fleet {
     fn spawn_worker(&self, role: Role, index: usize) -> Result<Worker> {
         let [system, side_channel, events] = free_ports()?;
         let engines = &self.parts.engines;
-        let (mode, kv_role, connector) = match role {
-            Role::Prefill => ("prefill", "kv_producer", &engines.prefill),
-            Role::Decode => ("decode", "kv_consumer", &engines.decode),
+        let (mode, kv_role, connector, options) = match role {
+            Role::Prefill => (
+                "prefill",
+                "kv_producer",
+                &engines.prefill,
+                &engines.prefill_options,
+            ),
+            Role::Decode => (
+                "decode",
+                "kv_consumer",
+                &engines.decode,
+                &engines.decode_options,
+            ),
         };
         let mut python_path = match &self.parts.workers {
             Workers::Stock => Vec::new(),
@@ -408,6 +424,7 @@ impl Fleet {
             .args(["--served-model-name", MODEL])
             .args(ENGINE_OPTIONS)
             .args(&engines.options)
+            .args(options)
             .args(["--kv-transfer-config", &connector.to_string()])
             .arg("--kv-events-config")
             .arg(
@@ -421,7 +438,7 @@ impl Fleet {
             .env("DYN_SYSTEM_PORT", system.to_string())
             .env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
             .env("VLLM_NIXL_SIDE_CHANNEL_PORT", side_channel.to_string())
-            .env("UCX_TLS", "tcp,sm,self")
+            .env("UCX_TLS", engines.transports.unwrap_or("tcp,sm,self"))
             .envs(engine_environment())
             .envs(self.dynamo_environment());
         if !python_path.is_empty() {

@@ -56,6 +56,7 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
             ],
             prefill: Connector::Recorder,
             decode: Connector::Recorder,
+            ..EngineSetup::default()
         },
         python,
     };

@@ -4,6 +4,8 @@
 
 mod bench;
 mod cache;
+mod capacity;
+mod chart;
 mod claims;
 mod client;
 mod command;
@@ -12,11 +14,14 @@ mod demo;
 mod diff_size;
 mod env;
 mod export_pr;
+mod faults;
 mod fleet;
 mod frontend;
 mod interrupt;
+mod links;
 mod live_claims;
 mod live_index;
+mod namespace;
 mod outputs;
 mod own_crates;
 mod patch;

@@ -3,7 +3,10 @@
 //! The result of the main job as a table and as JSON.
 
 use std::fmt::{self, Write as _};
+use std::fs;
+use std::path::Path;
 
+use anyhow::{Context, Result};
 use serde::Serialize;
 
 use crate::counts::{Count, Counts};
@@ -361,6 +364,54 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
         odd if odd % 2 == 1 => values[odd / 2],
         even => f64::midpoint(values[even / 2 - 1], values[even / 2]),
     }
+}
+
+/// Median, lower and upper quartile.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Spread(pub(crate) [f64; 3]);
+
+impl Spread {
+    /// Those of `values`; not a number of nothing.
+    pub(crate) fn of(values: impl IntoIterator<Item = f64>) -> Self {
+        let mut all: Vec<f64> = values.into_iter().collect();
+        all.sort_by(f64::total_cmp);
+        let at = |quarter: usize| {
+            let place = (all.len().saturating_sub(1) * quarter + 2) / 4;
+            all.get(place).copied().unwrap_or(f64::NAN)
+        };
+        Self([at(2), at(1), at(3)])
+    }
+
+    /// Those of what `each` makes of every pair.
+    pub(crate) fn of_pairs(ours: &[f64], theirs: &[f64], each: impl Fn(f64, f64) -> f64) -> Self {
+        Self::of(
+            ours.iter()
+                .zip(theirs)
+                .map(|(ours, theirs)| each(*ours, *theirs)),
+        )
+    }
+
+    /// `median (lower..upper)`, with so many decimals.
+    pub(crate) fn shown(self, digits: usize) -> String {
+        let [median, low, high] = self.0.map(|value| format!("{value:.digits$}"));
+        format!("{median} ({low}..{high})")
+    }
+}
+
+/// Replaces what stands in `file` between the line that says that `command` wrote it and the next end line.
+pub(crate) fn put_between(file: &Path, command: &str, text: &str) -> Result<()> {
+    const END: &str = "<!-- end -->";
+    let begin = format!("<!-- begin: {command} -->");
+    let shown = file.display();
+    let old = fs::read_to_string(file).with_context(|| format!("cannot read {shown}"))?;
+    let (before, rest) = old
+        .split_once(&begin)
+        .with_context(|| format!("{shown}: no line {begin}"))?;
+    let (_, after) = rest
+        .split_once(END)
+        .with_context(|| format!("{shown}: no line {END}"))?;
+    fs::write(file, format!("{before}{begin}\n{text}{END}{after}"))
+        .with_context(|| format!("cannot write {shown}"))
 }
 
 #[cfg(test)]

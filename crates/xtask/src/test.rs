@@ -17,6 +17,7 @@ use crate::counts::Count;
 use crate::demo;
 use crate::env;
 use crate::export_pr;
+use crate::faults;
 use crate::frontend;
 use crate::interrupt;
 use crate::live_claims;
@@ -65,7 +66,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 16] = [
+const PARTS: [Part; 18] = [
     Part {
         name: "format",
         heavy: false,
@@ -140,6 +141,16 @@ const PARTS: [Part; 16] = [
         name: "claims in real engines",
         heavy: true,
         run: live_claims::check,
+    },
+    Part {
+        name: "faults in real engines",
+        heavy: true,
+        run: faults::check,
+    },
+    Part {
+        name: "early release in real engines",
+        heavy: true,
+        run: faults::check_release,
     },
     Part {
         name: "real engines",
