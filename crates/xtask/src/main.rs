@@ -15,6 +15,7 @@ mod env;
 mod export_pr;
 mod fleet;
 mod frontend;
+mod grid;
 mod interrupt;
 mod links;
 mod live_claims;
