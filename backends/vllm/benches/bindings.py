@@ -3,7 +3,9 @@
 
 The scheduler is vLLM's, without a model and without a connector: it takes a prompt in one step, as prefill does with
 nothing in its cache and as decode does with the first half in its cache. Every round times, in turn, a step on each
-side and the calls that kvdelta's connector adds on that side for that request; shown are medians over the rounds.
+side and the calls that kvdelta's connector adds on that side for that request. Shown are medians with the quartiles in
+brackets; the ratio is taken in each round. Times are the thread's on the processor, so that a busy machine shows in
+neither.
 """
 
 import argparse
@@ -93,9 +95,9 @@ def scheduler(folder: Path, block_size: int, tokens: int) -> Scheduler:
 
 def timed(call: Callable[[], object]) -> int:
     """Return the nanoseconds of one call."""
-    begin = time.perf_counter_ns()
+    begin = time.thread_time_ns()
     call()
-    return time.perf_counter_ns() - begin
+    return time.thread_time_ns() - begin
 
 
 class Fleet:
@@ -128,9 +130,9 @@ class Fleet:
     def step(self, request: Request, cached: int) -> int:
         """Return the time of the step that takes the whole prompt, of which ``cached`` tokens are there already."""
         self.scheduler.add_request(request)
-        begin = time.perf_counter_ns()
+        begin = time.thread_time_ns()
         output = self.scheduler.schedule()
-        spent = time.perf_counter_ns() - begin
+        spent = time.thread_time_ns() - begin
         scheduled = output.num_scheduled_tokens[request.request_id]
         if scheduled != self.tokens - cached:
             message = f"{scheduled} tokens were scheduled, expected {self.tokens - cached}"
@@ -221,18 +223,19 @@ def own_hash(request: Request, blocks: int) -> int:
 
 
 def measure(block_size: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Return the medians for one block size, in microseconds, and the ratios in percent."""
+    """Return the quartiles for one block size: microseconds, and the ratio of each round in percent."""
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(Path(folder), block_size, tokens)
         fleet.round()
         results = [fleet.round() for _ in range(rounds)]
-    median = Round(*(round(statistics.median(column)) for column in zip(*results, strict=True)))
-    return {
-        "block_size": block_size,
-        **{f"{name}_us": value / 1000 for name, value in median._asdict().items()},
-        "prefill_percent": 100 * median.prefill_calls / median.prefill_step,
-        "decode_percent": 100 * median.decode_calls / median.decode_step,
+    columns: dict[str, list[float]] = {
+        f"{name}_us": [value / 1000 for value in column]
+        for name, column in zip(Round._fields, zip(*results, strict=True), strict=True)
     }
+    for side in ("prefill", "decode"):
+        pairs = zip(columns[f"{side}_calls_us"], columns[f"{side}_step_us"], strict=True)
+        columns[f"{side}_percent"] = [100 * calls / step for calls, step in pairs]
+    return {"block_size": block_size, **{name: statistics.quantiles(column) for name, column in columns.items()}}
 
 
 def main() -> None:
@@ -243,8 +246,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     options = parser.parse_args()
-    if options.rounds < 1 or min(options.block_sizes) < 1 or options.tokens % (2 * max(options.block_sizes)):
-        parser.error("rounds and block sizes are at least 1; half of the prompt is whole blocks")
+    if options.rounds <= 1 or min(options.block_sizes) < 1 or options.tokens % (2 * max(options.block_sizes)):
+        parser.error("rounds are at least 2, block sizes at least 1; half of the prompt is whole blocks")
     torch.set_num_threads(1)
     init_none_hash(sha256)
     results = [measure(size, options.tokens, options.rounds) for size in options.block_sizes]
@@ -252,13 +255,17 @@ def main() -> None:
         json.dump({"tokens": options.tokens, "rounds": options.rounds, "results": results}, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
-    sys.stdout.write("| block size | side | scheduler step | kvdelta's calls | ratio |\n|---:|---|---:|---:|---:|\n")
+    sys.stdout.write(
+        "| block size | side | scheduler step, us | calls, us | ratio, % |\n| --: | --- | --: | --: | --: |\n"
+    )
     for each in results:
         for side in ("prefill", "decode"):
-            sys.stdout.write(
-                f"| {each['block_size']} | {side} | {each[f'{side}_step_us']:,.0f} µs "
-                f"| {each[f'{side}_calls_us']:.1f} µs | {each[f'{side}_percent']:.2f} % |\n"
-            )
+            cells = [
+                f"{middle:,.{digits}f} ({low:,.{digits}f}..{high:,.{digits}f})"
+                for name, digits in (("step_us", 0), ("calls_us", 1), ("percent", 2))
+                for low, middle, high in [each[f"{side}_{name}"]]
+            ]
+            sys.stdout.write(f"| {each['block_size']} | {side} | {' | '.join(cells)} |\n")
 
 
 if __name__ == "__main__":

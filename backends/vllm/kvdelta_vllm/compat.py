@@ -41,9 +41,10 @@ SCHEDULER: Final = (
         (
             "_get_remote_prefill_token_count(num_prompt_tokens)",
             "_kv_lease_duration",
-            "_reqs_in_batch",
+            "_build_save_meta(meta, scheduler_output)",
             "_reqs_need_recv",
-            "_reqs_not_processed",
+            "_reqs_need_save",
+            "_reqs_need_send",
             "_stop_heartbeat(req_id)",
             "build_connector_meta(scheduler_output)",
             "get_exchange_clipped_blocks(block_ids)",
@@ -133,7 +134,67 @@ SCHEDULER: Final = (
 )
 """What the scheduler halves touch."""
 
-WORKER: Final[tuple[Touched, ...]] = ()
+WORKER: Final = (
+    Touched(
+        f"{_NIXL}.base_worker",
+        "NixlBaseConnectorWorker",
+        (
+            "_background_nixl_handshake(req_id, remote_engine_id, meta)",
+            "_engines_with_inflight_transfers()",
+            "_failed_recv_reqs",
+            "_get_new_notifs()",
+            "_handle_failed_transfer(req_id, handle, failed_req_ids, record_failed_transfer)",
+            "_handshake_lock",
+            "_log_failure(failure_type, req_id)",
+            "_pop_done_transfers(transfers)",
+            "_reap_expired_send_leases(done_sending)",
+            "_recv_failures",
+            "_recving_metadata",
+            "_recving_transfers",
+            "_registered_descs",
+            "_remote_agents",
+            "_reqs_to_process",
+            "_reqs_to_send",
+            "consumer_notification_counts_by_req",
+            "dst_num_blocks",
+            "dst_region_group_ids",
+            "dst_region_num_blocks",
+            "dst_uses_region_group_mapping",
+            "expected_consumer_notifications_by_req",
+            "get_block_ids_with_load_errors()",
+            "get_transfer_results()",
+            "nixl_wrapper",
+            "register_kv_caches(kv_caches)",
+            "shutdown()",
+            "tp_mappings",
+            "xfer_handshake_metadata",
+            "xfer_stats",
+        ),
+    ),
+    Touched(
+        f"{_NIXL}.pull_worker",
+        "NixlPullConnectorWorker",
+        ("_read_blocks_for_req(req_id, meta)", "start_load_kv(metadata)"),
+    ),
+    Touched(
+        f"{_NIXL}.push_worker",
+        "NixlPushConnectorWorker",
+        (
+            "_do_send_reg_notif(req_id, reg_data)",
+            "_do_start_push_kv(request_id, local_block_ids, registration_data)",
+            "_handle_push_reg_notif(notif)",
+            "_pending_d_registrations",
+            "_push_writer_wake",
+            "_reg_send_inbox",
+            "_send_registration_to_p(req_id, reg_data)",
+            "_sending_transfers",
+            "_sending_transfers_lock",
+            "_xfer_blocks_for_req(req_id, meta)",
+            "start_load_kv(metadata)",
+        ),
+    ),
+    Touched(f"{_NIXL}.metadata", None, ("PUSH_REG_NOTIF_PREFIX",)),
+)
 """What the worker halves touch."""
 
 

@@ -51,6 +51,8 @@ class Received:
     """How a stale claim is recovered from; chosen once."""
     report: dict[str, Any] | None = None
     """What is answered when the request ends."""
+    held: int = 0
+    """Tokens that this worker's last lookup found."""
     settled: bool = False
     """Whether its blocks were allocated, so that it was read or declined."""
     reading: bool = False
@@ -177,6 +179,7 @@ class Decode:
 
         ``prompt`` is how many upstream would have loaded at most. Nothing changes but what is known of the offer.
         """
+        received.held = held
         if received.declined is None:
             received.declined = self._unreadable(received, held, prompt)
             if received.declined is not None:
@@ -263,7 +266,8 @@ class Decode:
             return
         if received.report is None or received.head is None:
             if not request.skip_reading_prefix_cache:
-                self._shared.stats.count("offers", label="confirmed")
+                held_blocks = (received.held // group.block_size for group in self._shared.groups)
+                self._count_used(received, self._shared.bytes_of(held_blocks, prefix_only=True))
                 self._shared.stats.count("full_hits")
             return
         # vLLM may load nothing where it was answered that the request is to fail.
@@ -285,6 +289,12 @@ class Decode:
             received.report = self._report(received, 0, "stale", self._failed)
         self._shared.next.fail_now.add(request.request_id)
         self._count_stale(received.report)
+
+    def _count_used(self, received: Received, saved: int) -> None:
+        self._shared.stats.count("offers", label="whole" if received.head is None else "confirmed")
+        self._shared.stats.count("bytes_saved", saved)
+        if received.head is not None:
+            self._recovery.confirmed(now_ms())
 
     def _count_stale(self, report: Mapping[str, Any]) -> None:
         if report["reason"] != "expired":
@@ -357,10 +367,7 @@ class Decode:
             ),
             prefix_only=True,
         )
-        self._shared.stats.count("offers", label="confirmed")
-        self._shared.stats.count("bytes_saved", saved)
-        if received.head is not None:
-            self._recovery.confirmed(received.since_ms)
+        self._count_used(received, saved)
 
     def done(self, request_id: str, *, failed: bool) -> None:
         """Count a load that ended."""

@@ -71,6 +71,11 @@ class LeaseWords:
         if word is not None and self.table[word.slot] == word.generation:
             self.table[word.slot] = 0
 
+    def let_go_of_all(self) -> None:
+        """Clear every word: this worker ends."""
+        for request_id in list(self._of):
+            self.let_go(request_id)
+
     def __len__(self) -> int:
         return len(self._of)
 

@@ -68,7 +68,7 @@ def block_ids(value: object, groups: int) -> list[list[int]]:
             array("I", ids)
         except (OverflowError, TypeError, ValueError) as error:
             raise BadParams(f"remote_block_ids[{index}] holds no block ids: {error}; computing all here") from None
-        lists.append(list(ids))
+        lists.append(ids if isinstance(ids, list) else list(ids))
     if not any(lists):
         raise BadParams("remote_block_ids offers no block; computing all here")
     return lists

@@ -192,7 +192,7 @@ class Prefill:
             skipped = blocks[:count]
             # As upstream does for blocks that left a sliding window.
             blocks[:count] = [pool.null_block] * count
-            pool.free_blocks(block for block in reversed(skipped) if not block.is_null)
+            pool.free_blocks(reversed(skipped))
 
     def leave_unstaged(self, meta: KvdeltaConnectorMetadata, requests: Mapping[str, Request]) -> None:
         """Take what will be skipped out of the copies to the host buffer that upstream asks for."""

@@ -36,9 +36,9 @@ COUNTERS: dict[str, Counter] = {
     "released_offers": Counter("Offers freed because the router asked for the prompt again."),
     # Decode worker.
     "offers": Counter(
-        "Offers that came with a request, by what this worker's own lookup said of them.",
+        "Offers that came with a request: cut by a claim, and what this worker's own lookup said of it, or whole.",
         "outcome",
-        ("confirmed", "stale", "content", "invalid"),
+        ("confirmed", "stale", "content", "whole", "invalid"),
     ),
     "stale_blocks": Counter("Blocks that stale claims said this worker holds and that it lacks."),
     "recoveries": Counter(

@@ -31,54 +31,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-WORKER_INTERNALS = (
-    "NixlBaseConnectorWorker._engines_with_inflight_transfers",
-    "NixlBaseConnectorWorker._get_new_notifs",
-    "NixlBaseConnectorWorker._handle_failed_transfer",
-    "NixlBaseConnectorWorker._log_failure",
-    "NixlBaseConnectorWorker._pop_done_transfers",
-    "NixlBaseConnectorWorker._reap_expired_send_leases",
-    "NixlBaseConnectorWorker._background_nixl_handshake",
-    "NixlPullConnectorWorker._read_blocks_for_req",
-    "NixlPushConnectorWorker._do_send_reg_notif",
-    "NixlPushConnectorWorker._do_start_push_kv",
-    "NixlPushConnectorWorker._handle_push_reg_notif",
-    "NixlPushConnectorWorker._send_registration_to_p",
-    "NixlPushConnectorWorker._xfer_blocks_for_req",
-)
-"""Private methods of upstream's workers that are called or overridden."""
-
-WORKER_FIELDS = (
-    "_failed_recv_reqs",
-    "_handshake_lock",
-    "_recv_failures",
-    "_recving_metadata",
-    "_recving_transfers",
-    "_registered_descs",
-    "_remote_agents",
-    "_reqs_to_process",
-    "_reqs_to_send",
-    "consumer_notification_counts_by_req",
-    "expected_consumer_notifications_by_req",
-    "dst_num_blocks",
-    "dst_region_group_ids",
-    "dst_region_num_blocks",
-    "dst_uses_region_group_mapping",
-    "nixl_wrapper",
-    "tp_mappings",
-    "xfer_handshake_metadata",
-    "xfer_stats",
-)
-"""Fields of upstream's workers that are used; of the push worker also ``PUSH_WORKER_FIELDS``."""
-
-PUSH_WORKER_FIELDS = (
-    "_pending_d_registrations",
-    "_push_writer_wake",
-    "_reg_send_inbox",
-    "_sending_transfers",
-    "_sending_transfers_lock",
-)
-
 LEASE_CHECK_SECONDS = 20.0
 """How long the read of a lease word may take; then the request fails. A read of 8 bytes takes milliseconds."""
 MAX_WAITING_REGISTRATIONS = 65_536
@@ -129,6 +81,13 @@ class _KvdeltaWorker(NixlBaseConnectorWorker):
         """As upstream; with several cache groups ids alone say nothing, and vLLM ends the engine over them."""
         blocks: set[int] = super().get_block_ids_with_load_errors()
         return blocks if len(self.kv_cache_config.kv_cache_groups) == 1 else set()
+
+    def shutdown(self) -> None:
+        """Clear the words, then as upstream."""
+        # Nothing is there yet where the constructor failed.
+        if (words := getattr(self, "_lease_words", None)) is not None:
+            words.let_go_of_all()
+        super().shutdown()
 
     def _get_new_notifs(self) -> set[str]:
         done: set[str] = super()._get_new_notifs()
@@ -283,6 +242,10 @@ class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):
             self._contain(req_id, meta, error)
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
+        if meta.remote.engine_id not in self._remote_agents:
+            # vLLM 0.32 shakes hands from here, and comes back.
+            super()._read_blocks_for_req(req_id, meta)
+            return
         lease = self._leases.pop(req_id, None)
         reads = any(len(group) > 0 for group in meta.local_block_ids)
         remote = meta.remote
@@ -437,6 +400,10 @@ class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):
             if state != "DONE":
                 self._log_failure(failure_type="lease_check_failed", req_id=req_id, xfer_state=state, remote_rank=rank)
                 self._word_failed(check)
+                agent = self._remote_agents[check.engine_id].get((0, rank))
+                if state != "PROC" and agent is not None:
+                    # A notice goes out with a read that succeeds, so this one did not.
+                    self._notify(agent, check.notice, req_id)
             elif self._landing.table[read.landing] == check.lease.generation:
                 self.xfer_stats.count("lease_checks", label="held")
             else:

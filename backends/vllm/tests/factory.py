@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,15 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
     resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -39,7 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from collections.abc import Set as AbstractSet
 
 TOKEN = 7
@@ -62,7 +67,7 @@ def _model_folder() -> Path:
                 "num_key_value_heads": 1,
                 "num_hidden_layers": 2,
                 "vocab_size": 512,
-                "max_position_embeddings": 4096,
+                "max_position_embeddings": 262144,
                 "torch_dtype": "float32",
             }
         )
@@ -85,7 +90,26 @@ def window(size: int, block_size: int = 4) -> SlidingWindowSpec:
     )
 
 
-@dataclass
+def chunked(size: int, block_size: int = 4) -> ChunkedLocalAttentionSpec:
+    """Return the spec of a layer that attends within chunks."""
+    return ChunkedLocalAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32, attention_chunk_size=size
+    )
+
+
+def mla(block_size: int = 4) -> MLAAttentionSpec:
+    """Return the spec of a layer with latent attention."""
+    return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=4, dtype=torch.float32)
+
+
+def state(block_size: int = 4) -> MambaSpec:
+    """Return the spec of a layer with a running state."""
+    return MambaSpec(
+        block_size=block_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="align", page_size_padded=None
+    )
+
+
+@dataclass(eq=False)
 class Engine:
     """A scheduler with a connector, and what a model runner would say."""
 
@@ -97,6 +121,9 @@ class Engine:
     policy: str = "fail"
     extra: dict[str, Any] = field(default_factory=dict)
     chunk: int = 1024
+    length: int = 2048
+    ahead: bool = False
+    """Whether a step is scheduled before the output of the one before is there."""
     tables: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,16 +134,21 @@ class Engine:
         cache.num_gpu_blocks = self.blocks
         self.config = VllmConfig(
             model_config=ModelConfig(
-                model=str(_MODEL), tokenizer=None, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=2048
+                model=str(_MODEL),
+                tokenizer=None,
+                skip_tokenizer_init=True,
+                dtype="float32",
+                seed=0,
+                max_model_len=self.length,
             ),
             cache_config=cache,
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
                 max_num_batched_tokens=self.chunk,
-                max_model_len=2048,
+                max_model_len=self.length,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
-                async_scheduling=False,
+                async_scheduling=self.ahead,
                 disable_hybrid_kv_cache_manager=False,
             ),
             device_config=DeviceConfig("cpu"),
@@ -133,7 +165,7 @@ class Engine:
         groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(self.specs)]
         self.kv_cache_config = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         sizes = resolve_kv_cache_block_sizes(self.kv_cache_config, self.config)
-        self.scheduler = Scheduler(
+        self.scheduler = (AsyncScheduler if self.ahead else Scheduler)(
             vllm_config=self.config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=StructuredOutputManager(self.config),
@@ -145,6 +177,8 @@ class Engine:
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.half = self.scheduler.connector.connector_scheduler
         self.metas: list[Any] = []
+        self._flying: deque[tuple[Any, dict[str, bool]]] = deque()
+        self.watchers: list[Callable[[Engine, Any], None]] = []
         self.stats: list[Any] = []
         self.outputs: dict[str, Any] = {}
         if self.tables:
@@ -166,7 +200,6 @@ class Engine:
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
-            extra_args=None if params is None else {"kv_transfer_params": params},
             **more.pop("sampling", {}),
         )
         sampling.update_from_generation_config({}, 511)
@@ -178,6 +211,8 @@ class Engine:
             block_hasher=self._hasher,
             **more,
         )
+        # vLLM takes it out of the sampling parameters, which refuse some of what the tests send.
+        request.kv_transfer_params = params
         self.scheduler.add_request(request)
         return request
 
@@ -191,13 +226,28 @@ class Engine:
         """Run one step, with what the worker half says of transfers."""
         output = self.scheduler.schedule()
         self.metas.append(output.kv_connector_metadata)
-        names = list(output.num_scheduled_tokens)
-        sampled = [
-            [TOKEN]
-            if self.scheduler.requests[name].num_computed_tokens >= self.scheduler.requests[name].num_tokens
-            else []
-            for name in names
-        ]
+        for watch in self.watchers:
+            watch(self, output)
+        # A prompt is sampled from at its end, which this step knows before another one is scheduled.
+        ends = {
+            name: request.num_computed_tokens >= request.num_tokens
+            for name in output.num_scheduled_tokens
+            for request in [self.scheduler.requests[name]]
+        }
+        self._flying.append((output, ends))
+        if len(self._flying) > self.ahead:
+            self._update(*self._flying.popleft(), sent, received, failed)
+
+    def _update(
+        self,
+        output: Any,
+        ends: dict[str, bool],
+        sent: AbstractSet[str],
+        received: AbstractSet[str],
+        failed: AbstractSet[str],
+    ) -> None:
+        names = list(ends)
+        sampled = [[TOKEN] if ends[name] else [] for name in names]
         told = None
         if sent or received or failed:
             told = KVConnectorOutput(
@@ -248,6 +298,11 @@ class Engine:
     def released(self) -> list[str]:
         """What the worker half was told to release."""
         return [name for meta in self.metas for name in sorted(meta.releases)]
+
+    def staged(self, name: str) -> list[int]:
+        """Return the blocks that the worker half was told to copy to the host buffer."""
+        saved = [meta.reqs_to_save[name].local_block_ids[0] for meta in self.metas if name in meta.reqs_to_save]
+        return [block for ids in saved for block in ids]
 
     def meta_of(self, field: str) -> Any:
         """Return the last that the worker half was told of ``field``."""

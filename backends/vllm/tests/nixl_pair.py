@@ -203,7 +203,7 @@ class Side:
         self.next.add_new_req_to_recv(request, own, params, (), awaiting_kvs=parked)
 
 
-def run(sides: list[Side], until: Callable[[], bool], seconds: float = 60.0) -> None:
+def run(sides: list[Side], until: Callable[[], bool], seconds: float = float(os.environ.get("KVDELTA_TEST_SECONDS", "60"))) -> None:
     """Step all workers until something is so; the limit only ends a test that hangs."""
     end = time.monotonic() + seconds
     while not until():

@@ -7,7 +7,10 @@ import itertools
 from typing import Any
 
 import pytest
-from factory import TABLES, Engine, claim, decode, full, hold, prefill, prompt, window
+from factory import TABLES, Engine, chunked, claim, decode, full, hold, mla, prefill, prompt, state, window
+from vllm.v1.request import RequestStatus
+
+from kvdelta_vllm.shared import groups_of
 
 
 def test_a_cut_offer_and_its_release() -> None:
@@ -570,3 +573,146 @@ def test_push_registers_what_is_missing() -> None:
     assert len(d.meta.push_registrations["d1"]["local_block_ids"][0]) == 2
     d.step(received={"d1"})
     d.run("d1")
+
+
+def test_a_model_with_states_reads_the_last_state_and_what_is_missing() -> None:
+    """The prefill worker stops one token short, and the claim counts that token."""
+    specs = (full(), state())
+    tokens = prompt(30)
+    answer = cut(tokens, 6, specs=specs)
+    head = answer["kvdelta"]
+    assert head["params"]["remote_num_tokens"] == 29
+    assert [len(ids) for ids in head["params"]["remote_block_ids"]] == [2, 1]
+    d = Engine(specs=specs)
+    hold(d, tokens, 6)
+    decode(d, "d1", tokens, answer)
+    d.step()
+    entry = d.meta.reqs_to_recv["d1"]
+    assert [len(ids) for ids in entry.local_block_ids] == [2, 1]
+    assert entry.remote.block_ids == head["params"]["remote_block_ids"]
+    d.step(received={"d1"})
+    d.run("d1")
+
+
+def test_latent_attention_is_cut_like_full() -> None:
+    tokens = prompt(30)
+    answer = cut(tokens, 6, specs=(mla(),))
+    d = Engine(specs=(mla(),))
+    hold(d, tokens, 6)
+    decode(d, "d1", tokens, answer)
+    d.step()
+    assert d.meta.reqs_to_recv["d1"].remote.block_ids == answer["kvdelta"]["params"]["remote_block_ids"]
+
+
+def test_a_kind_of_group_that_is_not_known_is_offered_whole() -> None:
+    specs = (full(), chunked(8))
+    p = Engine(specs=specs)
+    tokens = prompt(30)
+    answer = prefill(p, "p1", tokens, claim(p, tokens, 6))
+    assert "kvdelta" not in answer
+    assert p.count("claims", "refused_capability") == 1
+    d = Engine(specs=specs)
+    decode(d, "d1", tokens, answer)
+    d.step()
+    entry = d.meta.reqs_to_recv["d1"]
+    assert [len(ids) for ids in entry.local_block_ids] == [len(ids) for ids in entry.remote.block_ids]
+
+
+def test_groups_of_several_block_sizes() -> None:
+    specs = (full(4), full(8))
+    tokens = prompt(30)
+    answer = cut(tokens, 5, specs=specs)
+    head = answer["kvdelta"]
+    # 20 tokens are five blocks of four, and two whole blocks of eight.
+    assert head["group_first_blocks"] == [5, 2]
+    assert [len(ids) for ids in head["params"]["remote_block_ids"]] == [3, 2]
+    d = Engine(specs=specs)
+    hold(d, tokens, 6)
+    decode(d, "d1", tokens, answer)
+    d.step()
+    entry = d.meta.reqs_to_recv["d1"]
+    blocks = head["params"]["remote_block_ids"]
+    assert entry.remote.block_ids == [blocks[0][1:], blocks[1][1:]]
+
+
+@pytest.mark.parametrize("chunk", [16, 1024])
+def test_what_is_skipped_is_not_staged_in_a_host_buffer(chunk: int) -> None:
+    p = Engine(chunk=chunk)
+    # No platform of this machine stages.
+    p.half.use_host_buffer = True
+    tokens = prompt(62)
+    answer = prefill(p, "p1", tokens, claim(p, tokens, 6))
+    offered = answer["kvdelta"]["params"]["remote_block_ids"][0]
+    assert len(offered) == 10
+    assert p.staged("p1") == offered
+    whole = prefill(p, "p2", prompt(62, 9))["remote_block_ids"][0]
+    assert p.staged("p2") == whole
+
+
+def test_not_staged_and_not_cut_is_not_offered() -> None:
+    p = Engine()
+    start = p.free
+    p.half.use_host_buffer = True
+    tokens = prompt(30)
+    request = p.add("p1", tokens, {"do_remote_decode": True, "decode_cache_info": claim(p, tokens, 6)})
+    p.scheduler.schedule()
+    request.resumable = True
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    blocks = p.scheduler.kv_cache_manager.get_block_ids("p1")
+    assert p.half.request_finished(request, blocks) == (False, None)
+    p.scheduler.kv_cache_manager.free(request)
+    assert p.free == start
+
+
+@pytest.mark.parametrize("tokens", [30, 32])
+def test_steps_that_run_ahead(tokens: int) -> None:
+    p, d = Engine(ahead=True), Engine(ahead=True)
+    starts = p.free, d.free
+    words = prompt(tokens)
+    hold(d, words, 6)
+    answer = prefill(p, "p1", words, claim(p, words, 6))
+    assert answer["kvdelta"]["params"]["remote_num_tokens"] == tokens
+    decode(d, "d1", words, answer, max_tokens=3)
+    d.step()
+    assert [len(ids) for ids in d.meta_of("reqs_to_recv")["d1"].local_block_ids] == [2]
+    d.step(received={"d1"})
+    d.run("d1")
+    for _ in range(3):
+        d.step()
+        p.step()
+    p.step(sent={"p1"})
+    p.step()
+    assert (p.free, d.free) == starts
+
+
+def test_a_decode_worker_with_several_ranks_counts_all_of_them() -> None:
+    assert groups_of(Engine().kv_cache_config, 4)[0].bytes_per_block == 4 * full().page_size_bytes
+
+
+def test_a_stale_claim_is_recovered_from_in_one_way_however_often_it_is_looked_at() -> None:
+    d = Engine()
+    tokens = prompt(30)
+    request = decode(d, "d1", tokens, cut(tokens, 6))
+    answers = {d.half.get_num_new_matched_tokens(request, 0) for _ in range(20)}
+    assert len(answers) == 1
+    d.step()
+    again = d.meta.fail_now == {"d1"}
+    assert answers == {(30, True) if again else (0, False)}
+    assert d.count("recoveries", "ask_again" if again else "recompute") == 1
+
+
+def test_asking_again_has_a_budget() -> None:
+    d = Engine(blocks=512)
+    kinds = []
+    for index in range(14):
+        tokens = prompt(30, index)
+        answer = cut(tokens, 6)
+        answer["kvdelta"]["params"]["remote_request_id"] = f"p{index}"
+        name = f"d{index}"
+        request = decode(d, name, tokens, answer)
+        # Nothing of it is there: all of a long prompt would have to be computed here.
+        request.num_prompt_tokens = 1_000_000
+        d.half.get_num_new_matched_tokens(request, 0)
+        kinds.append(d.half.decode._received[name].choice)
+    assert set(kinds[:10]) == {"ask_again"}
+    assert kinds[-1] == "recompute"

@@ -3,6 +3,7 @@
 mod candidate;
 mod choose;
 mod claimable;
+mod cool_down;
 mod cost;
 #[cfg(feature = "dynamo")]
 pub mod dynamo;
@@ -12,6 +13,7 @@ mod query;
 pub use candidate::{Candidate, Load, PrefillCandidate, Refusal, Refusals};
 pub use choose::{Asked, Choice, NoChoice, Priced, choose, choose_pair};
 pub use claimable::{Cached, Claimable, NoClaim, PromptShape, claimable};
+pub use cool_down::CoolDown;
 pub use cost::{
     BlockCost, BlockTerms, Form, LoadTerm, PairCost, PairTerms, QueueTerm, Rate, Share, Weight,
 };

@@ -46,6 +46,8 @@ pub enum StaleReason {
     Content,
     /// Prefill's lease had ended before all was read.
     Expired,
+    /// What prefill offered could not be loaded; the engine did not say why.
+    LoadFailed,
     /// One that this reader does not know.
     #[serde(other)]
     Unknown,
@@ -58,6 +60,7 @@ impl StaleReason {
             Self::Stale => "stale",
             Self::Content => "content",
             Self::Expired => "expired",
+            Self::LoadFailed => "load_failed",
             Self::Unknown => "unknown",
         }
     }

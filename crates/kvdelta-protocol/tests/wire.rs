@@ -155,6 +155,7 @@ fn a_report_is_read_out_of_a_decode_workers_answer() {
         ("stale", StaleReason::Stale),
         ("content", StaleReason::Content),
         ("expired", StaleReason::Expired),
+        ("load_failed", StaleReason::LoadFailed),
     ];
     for (label, reason) in cases {
         let said = answer(&with(written.clone(), "reason", json!(label)));

@@ -12,6 +12,7 @@ use crate::cache::{Cache, members, project_root};
 use crate::capacity;
 use crate::command::{logged, shown_status};
 use crate::env;
+use crate::faults;
 use crate::fleet::engine_environment;
 use crate::frontend;
 use crate::links;
@@ -31,6 +32,7 @@ use crate::wheel;
   cargo xtask bench links --quick
   cargo xtask bench capacity --quick
   cargo xtask bench bindings
+  cargo xtask bench faults --requests 150 --kills 3
 
 Exit codes: 0 done, 1 failed, 2 an option that cannot be used, 77 skipped where this machine cannot do it.")]
 pub(crate) struct Options {
@@ -70,6 +72,8 @@ enum Bench {
     },
     /// Requests through the frontend: unpatched, patched with the flag off, and with a weight.
     Requests(requests::Options),
+    /// Real engines, and whatever can go wrong between them.
+    Faults(faults::Options),
     /// Time to the first token over links of several rates, by what a decode worker holds of the prompt.
     Links(links::Options),
     /// Prefills a second while decode is behind, with vLLM's connector and with kvdelta's.
@@ -90,6 +94,7 @@ pub(crate) fn run(cache: &Cache, options: Options) -> Result<ExitCode> {
         Bench::Query { arguments } => (Command::new(program(cache, "bench-query")?), arguments),
         Bench::Bindings { arguments } => (bindings(cache)?, arguments),
         Bench::Requests(options) => return requests::run(cache, &options),
+        Bench::Faults(options) => return faults::run(cache, &options),
         Bench::Links(options) => return links::run(cache, &options),
         Bench::Capacity(options) => return capacity::run(cache, &options),
     };

@@ -194,7 +194,7 @@ impl Process {
     /// Gives the busiest thread beside the main ones the lowest priority.
     ///
     /// NIXL's progress thread polls without a pause; a few workers would leave no core to anyone.
-    fn calm(&self) {
+    pub(crate) fn calm(&self) {
         if let Some(thread) = self.child.id().try_into().ok().and_then(busiest_thread) {
             let renice = Command::new("renice")
                 .args(["-n", "19", "-p", &thread.to_string()])
