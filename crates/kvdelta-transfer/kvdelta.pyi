@@ -4,7 +4,7 @@ Times are milliseconds of a clock that never goes back, given by the caller. Blo
 from the start of the prompt. Lists of block ids stay with the caller: what comes back are counts and ranges.
 """
 
-from typing import Final, Literal, final
+from typing import Final, Literal, TypeAlias, final
 
 __version__: Final[str]
 PROTOCOL_VERSION: Final[int]
@@ -14,7 +14,7 @@ OFFER_KEY: Final[str]
 CLAIM_KEY: Final[str]
 """The key of ``kv_transfer_params`` under which a router's claim stands."""
 
-GroupKind = Literal["full_attention", "mla", "sliding_window", "mamba", "unknown"]
+GroupKind: TypeAlias = Literal["full_attention", "mla", "sliding_window", "mamba", "unknown"]
 
 class KvdeltaError(ValueError):
     """Base of what this module raises; the message names the value and what is done instead."""
@@ -143,24 +143,20 @@ class Confirmation:
     def short_blocks(self) -> int:
         """Blocks of the skipped prefix that it lacks."""
 
-def confirm(
-    offer: Offer, *, block_size: int, held_tokens: int, own_hash: int | None
-) -> Confirmation:
+def confirm(offer: Offer, *, block_size: int, held_tokens: int, own_hash: int | None) -> Confirmation:
     """Compare an offer with ``held_tokens``, what this worker's own lookup found from position 0.
 
     ``own_hash``: this worker's own hash of block ``offer.first_block - 1`` of the request.
     """
 
-def pair(
-    prefill_first: int, prefill_blocks: int, decode_first: int, decode_blocks: int
-) -> tuple[int, int, int]:
+def pair(prefill_first: int, prefill_blocks: int, decode_first: int, decode_blocks: int) -> tuple[int, int, int]:
     """Pair two lists of blocks by absolute index.
 
     Returns ``(p, d, n)``: entries ``[p, p + n)`` of the prefill worker's list go to entries ``[d, d + n)`` of the
     decode worker's. ``n`` is 0 where they share no block.
     """
 
-Ending = Literal["notice", "expiry", "release", "abort"]
+Ending: TypeAlias = Literal["notice", "expiry", "release", "abort"]
 
 @final
 class Closed:
@@ -178,9 +174,7 @@ class Ledger:
 
     def __new__(cls, ranks: int) -> Ledger:
         """``ranks``: how many of this worker's ranks have to report before an offer is closed."""
-    def open(
-        self, request_id: str, skipped_blocks: int, offered_blocks: int, now_ms: int, lease_ms: int
-    ) -> bool:
+    def open(self, request_id: str, skipped_blocks: int, offered_blocks: int, now_ms: int, lease_ms: int) -> bool:
         """Lease ``offered_blocks``; ``False``: the request is known already and nothing changes."""
     def release_skipped(self, request_id: str) -> int:
         """Blocks that the caller must release now; 0 on every call but the first."""
@@ -220,7 +214,7 @@ class Recovery:
     def choose(
         self, *, missing_tokens: int, context_tokens: int, offered_bytes: int, skipped_bytes: int, now_ms: int
     ) -> Literal["recompute", "ask_again"]:
-        """The faster way by estimate: compute ``missing_tokens`` here, or have all of it prefilled (from prefill's cache) and sent.
+        """The faster way by estimate: compute ``missing_tokens`` here, or have all of it prefilled again and sent.
 
         An ``ask_again`` takes from the budget; where that is empty the answer is ``recompute``.
         """

@@ -196,7 +196,7 @@ impl Client {
     /// The sum of the metric `name` over its label sets at `base`/metrics; `None` if it is absent.
     pub(crate) async fn metric(&self, base: &str, name: &str) -> Result<Option<f64>> {
         let text = self.get(&format!("{base}/metrics")).await?;
-        Ok(metric_sum(&text, name))
+        Ok(metric_sum(&text, name, &[]))
     }
 }
 
@@ -218,12 +218,16 @@ fn rival(top: &HashMap<String, f64>) -> Result<Rival> {
     })
 }
 
-/// The sum of a metric over its label sets in Prometheus' text format.
-fn metric_sum(text: &str, name: &str) -> Option<f64> {
+/// The sum of a metric in Prometheus' text format: over all of its label sets, or over those that have one of
+/// the texts in `labels`.
+pub(crate) fn metric_sum(text: &str, name: &str, labels: &[&str]) -> Option<f64> {
     text.lines()
         .filter_map(|line| {
             let rest = line.strip_prefix(name)?;
             if !rest.starts_with(['{', ' ']) {
+                return None;
+            }
+            if !labels.is_empty() && !labels.iter().any(|label| rest.contains(label)) {
                 return None;
             }
             rest.rsplit(' ').next()?.parse::<f64>().ok()
@@ -248,9 +252,11 @@ mod tests {
     #[test]
     fn a_metric_is_summed_over_its_labels_and_not_its_longer_names() {
         let text = "# HELP a_sum x\na_sum{x=\"1 2\"} 3\na_sum{x=\"2\"} 4.5\na_sum_of 100\nb 1\n";
-        assert_eq!(metric_sum(text, "a_sum"), Some(7.5));
-        assert_eq!(metric_sum(text, "b"), Some(1.0));
-        assert_eq!(metric_sum(text, "c"), None);
+        assert_eq!(metric_sum(text, "a_sum", &[]), Some(7.5));
+        assert_eq!(metric_sum(text, "a_sum", &["x=\"2\""]), Some(4.5));
+        assert_eq!(metric_sum(text, "a_sum", &["x=\"3\""]), None);
+        assert_eq!(metric_sum(text, "b", &[]), Some(1.0));
+        assert_eq!(metric_sum(text, "c", &[]), None);
     }
 
     #[test]

@@ -19,22 +19,25 @@ use tokio::sync::{Mutex, Semaphore};
 
 use crate::cache::{Cache, project_root};
 use crate::client::{Answer, Client, grown};
+use crate::counts::Standing;
 use crate::env;
 use crate::fleet::{
-    self, Aggregated, BLOCK_SIZE, DISCOVERY, EngineSetup, Fleet, MAX_TOKENS, MODEL, Parts, Workers,
+    self, Aggregated, BLOCK_SIZE, Connector, DISCOVERY, EngineSetup, Fleet, MAX_TOKENS, MODEL,
+    Parts, Workers,
 };
 use crate::frontend;
 use crate::interrupt;
 use crate::outputs::{Reference, Tally, Verdict, compare};
 use crate::progress::{Step, say};
 use crate::report::{Kill, Measured, Report, Routing, Run, median};
+use crate::wheel;
 use crate::workers;
 use crate::workload::{self, Planned, Shape, Workload};
 
 /// Bytes that NIXL moved into a decode worker.
 const MOVED_BYTES: &str = "vllm:nixl_bytes_transferred_sum";
 /// Requests that a worker finished.
-const FINISHED: &str = "vllm:request_success_total";
+pub(crate) const FINISHED: &str = "vllm:request_success_total";
 /// The counters are brought up to date every few seconds.
 const SETTLE: Duration = Duration::from_secs(6);
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(180);
@@ -91,19 +94,23 @@ pub(crate) struct Options {
     /// Seed of the requests.
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// decode_overlap_score_weight of the second run, above 0; the first run has 0.
+    /// decode_overlap_score_weight of the second run and of the connector's, above 0; the first run has 0.
     #[arg(long, default_value_t = 2.0, value_name = "WEIGHT", value_parser = positive, allow_hyphen_values = true)]
     pub(crate) weight: f64,
     /// Log-probability margin below which two tokens count as tied.
     #[arg(long, default_value_t = 0.001, value_name = "MARGIN", value_parser = positive, allow_hyphen_values = true)]
     pub(crate) epsilon: f64,
+    /// Leave out the run with kvdelta's connector on prefill and decode workers.
+    #[arg(long)]
+    pub(crate) no_connector: bool,
     /// Also run Dynamo's own conditional disaggregation, with weight 0.
     #[arg(long)]
     pub(crate) conditional_disagg: bool,
     /// Also kill a decode worker in the middle of requests, and start it again.
     #[arg(long)]
     pub(crate) kill_decode: bool,
-    /// Run the workers with the patched Python packages in place of the installed ones.
+    /// Run the workers with the patched Python packages in place of the installed ones, as those with kvdelta's
+    /// connector always do.
     #[arg(long)]
     pub(crate) patched_workers: bool,
     /// Also ask `kvdelta doctor` about every run.
@@ -118,7 +125,7 @@ pub(crate) struct Options {
 }
 
 /// A finite number above 0.
-fn positive(text: &str) -> Result<f64, String> {
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
         _ => Err("must be a finite number above 0".to_owned()),
@@ -158,16 +165,23 @@ impl Options {
         }
     }
 
-    fn routings(&self) -> Vec<Routing> {
+    /// How the runs route, and whether their workers have kvdelta's connector.
+    fn columns(&self) -> Vec<(Routing, bool)> {
         let routing = |weight, conditional_disagg| Routing {
             weight,
             conditional_disagg,
         };
-        let mut routings = vec![routing(0.0, false), routing(self.weight, false)];
-        if self.conditional_disagg {
-            routings.push(routing(0.0, true));
+        let mut columns = vec![
+            (routing(0.0, false), false),
+            (routing(self.weight, false), false),
+        ];
+        if !self.no_connector {
+            columns.push((routing(self.weight, false), true));
         }
-        routings
+        if self.conditional_disagg {
+            columns.push((routing(0.0, true), false));
+        }
+        columns
     }
 
     fn validate(&self) -> Result<()> {
@@ -236,16 +250,23 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     }
     let began = Instant::now();
     let python = env::engines(cache)?;
-    let workers = match options.patched_workers {
+    let patched = match options.patched_workers || !options.no_connector {
         true => Workers::Patched(workers::overlay(cache, &python)?.context(workers::NONE)?),
         false => Workers::Stock,
     };
     let parts = Parts {
         model: env::model(cache, &python)?,
         frontend: frontend::build(cache, frontend::Profile::Dev)?,
-        workers,
+        workers: match options.patched_workers {
+            true => patched.clone(),
+            false => Workers::Stock,
+        },
         python,
         engines: EngineSetup::default(),
+    };
+    let connected = match options.no_connector {
+        true => parts.clone(),
+        false => with_connector(&parts, patched, cache)?,
     };
     say(format!("set-up: {:.1} s", began.elapsed().as_secs_f64()));
     let began = Instant::now();
@@ -257,7 +278,7 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     let result = runtime.block_on(async {
         // Dropping the job ends every process that it started.
         tokio::select! {
-            result = job(&parts, folder.path(), options) => result,
+            result = job(&parts, &connected, folder.path(), options) => result,
             error = interrupt::asked() => Err(error),
         }
     });
@@ -269,6 +290,23 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     result
 }
 
+/// `parts` with kvdelta's connector in all workers, which it needs to be `patched` ones.
+fn with_connector(parts: &Parts, patched: Workers, cache: &Cache) -> Result<Parts> {
+    let connector = Connector::Kvdelta {
+        overlay: wheel::overlay(cache)?,
+        settings: serde_json::Map::new(),
+    };
+    Ok(Parts {
+        workers: patched,
+        engines: EngineSetup {
+            prefill: connector.clone(),
+            decode: connector,
+            ..parts.engines.clone()
+        },
+        ..parts.clone()
+    })
+}
+
 /// A request with its prompt and the aggregated worker's answer.
 #[derive(Debug)]
 struct Request {
@@ -278,7 +316,7 @@ struct Request {
     reference: Reference,
 }
 
-async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> {
+async fn job(parts: &Parts, connected: &Parts, folder: &Path, options: &Options) -> Result<Report> {
     let client = Client::new(MODEL)?;
     let model = Model::read(&parts.model)?;
     let plan = workload::plan(&options.shape(), model.vocab_size);
@@ -296,11 +334,16 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
 
     let mut runs = Vec::new();
     let mut answers = Vec::new();
-    for (index, routing) in options.routings().into_iter().enumerate() {
-        say(format!("run {}: {routing}", index + 1));
+    for (index, (routing, connector)) in options.columns().into_iter().enumerate() {
+        let with = if connector {
+            ", kvdelta's connector"
+        } else {
+            ""
+        };
+        say(format!("run {}: {routing}{with}", index + 1));
         let folder = folder.join(format!("run-{}", index + 1));
         let mut fleet = Fleet::start(
-            parts,
+            if connector { connected } else { parts },
             &folder,
             &client,
             options.prefill.into(),
@@ -337,6 +380,7 @@ async fn job(parts: &Parts, folder: &Path, options: &Options) -> Result<Report> 
         drop(fleet);
         runs.push(Run {
             routing,
+            connector,
             decode_events,
             doctor,
             workloads,
@@ -436,6 +480,7 @@ async fn workload_run(
     model: &Model,
     options: &Options,
 ) -> Result<(Measured, HashMap<usize, Vec<u32>>)> {
+    let standing = Standing::read(client, fleet).await?;
     let moved_before = or_zero(&fleet.decode_counters(MOVED_BYTES).await?);
     let finished_before = or_zero(&fleet.decode_counters(FINISHED).await?);
     let step = Step::begin(format!("{} requests ({workload})", requests.len()));
@@ -449,6 +494,7 @@ async fn workload_run(
     let answers = answers?;
     step.end();
     let (moved, finished) = settled(fleet, &finished_before, requests.len()).await?;
+    let counts = Standing::read(client, fleet).await?.since(&standing);
 
     let verdicts: Vec<(usize, Verdict)> = requests
         .iter()
@@ -477,6 +523,7 @@ async fn workload_run(
         once_bytes: workload::once_blocks(&with_answers, BLOCK_SIZE) * model.block_bytes(),
         moved_bytes: grown(&moved_before, &moved).iter().sum(),
         decode_requests: grown(&finished_before, &finished),
+        counts,
         ttft_ms: median(answers.values().map(|answer| ms(answer.ttft)).collect()),
         inter_token_ms: median(
             answers
@@ -663,8 +710,9 @@ async fn with_retries(
 
 /// What the byte counts need of the model.
 #[derive(Debug, serde::Deserialize)]
-struct Model {
-    vocab_size: u32,
+pub(crate) struct Model {
+    /// Token ids.
+    pub(crate) vocab_size: u32,
     num_hidden_layers: u64,
     num_key_value_heads: u64,
     head_dim: u64,
@@ -672,7 +720,8 @@ struct Model {
 }
 
 impl Model {
-    fn read(folder: &Path) -> Result<Self> {
+    /// From its folder.
+    pub(crate) fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
         let text =
             fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -689,7 +738,7 @@ impl Model {
     }
 
     /// Keys and values of one block over all layers.
-    fn block_bytes(&self) -> u64 {
+    pub(crate) fn block_bytes(&self) -> u64 {
         let values = 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim;
         values * size_of::<f32>() as u64 * BLOCK_SIZE as u64
     }

@@ -12,6 +12,7 @@ use crate::cache::{Cache, Key, project_root, sha256};
 use crate::command;
 use crate::progress::say;
 use crate::upstream::copy_python;
+use crate::wheel;
 use crate::workers;
 
 /// The lock files hold wheels of this Python alone.
@@ -25,6 +26,8 @@ pub(crate) fn run(cache: &Cache) -> Result<ExitCode> {
     println!("engines  {}", engines.display());
     println!("model    {}", model.display());
     println!("protoc   {}", protoc(cache)?.display());
+    let kvdelta = std::env::join_paths(wheel::overlay(cache)?)?;
+    println!("kvdelta  {}", kvdelta.display());
     match workers::overlay(cache, &engines)? {
         Some(overlay) => println!("workers  {}", overlay.display()),
         None => say(workers::NONE),

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use crate::client::{Client, grown};
 use crate::command::tail;
@@ -73,9 +73,62 @@ pub(crate) enum Workers {
 pub(crate) struct EngineSetup {
     /// More options; they beat [`ENGINE_OPTIONS`].
     pub(crate) options: Vec<String>,
-    /// Whether the connector writes down what reaches it (`tests/engines/claim_recorder.py`), see
+    /// More options of the prefill workers alone; they beat `options`.
+    pub(crate) prefill_options: Vec<String>,
+    /// And of the decode workers.
+    pub(crate) decode_options: Vec<String>,
+    /// UCX_TLS, the transports that may move blocks; TCP and shared memory when left out.
+    pub(crate) transports: Option<&'static str>,
+    /// What moves the blocks of the prefill workers.
+    pub(crate) prefill: Connector,
+    /// And of the decode workers.
+    pub(crate) decode: Connector,
+}
+
+/// The class that moves an engine's blocks. Its name is that of vLLM's own in any case.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) enum Connector {
+    /// vLLM's own.
+    #[default]
+    Stock,
+    /// vLLM's own, which writes down what reaches it (`tests/engines/claim_recorder.py`), see
     /// [`Fleet::claim_records`].
-    pub(crate) record_claims: bool,
+    Recorder,
+    /// kvdelta's.
+    Kvdelta {
+        /// What [`crate::wheel::overlay`] returns.
+        overlay: [PathBuf; 2],
+        /// Its `kv_connector_extra_config`.
+        settings: Map<String, Value>,
+    },
+}
+
+impl Connector {
+    /// vLLM's `--kv-transfer-config` of an engine; a recorder writes to `records`.
+    fn config(&self, kv_role: &str, records: &Path) -> Value {
+        let mut config = json!({
+            "kv_connector": "NixlConnector",
+            "kv_role": kv_role,
+            "kv_buffer_device": "cpu",
+        });
+        let (module, settings) = match self {
+            Self::Stock => return config,
+            Self::Recorder => ("claim_recorder", json!({ "claim_recorder_path": records })),
+            Self::Kvdelta { settings, .. } => ("kvdelta_vllm.connector", json!(settings)),
+        };
+        config["kv_connector_module_path"] = json!(module);
+        config["kv_connector_extra_config"] = settings;
+        config
+    }
+
+    /// What its modules need in PYTHONPATH.
+    fn python_path(&self) -> Vec<PathBuf> {
+        match self {
+            Self::Stock => Vec::new(),
+            Self::Recorder => vec![env::engines_folder()],
+            Self::Kvdelta { overlay, .. } => overlay.to_vec(),
+        }
+    }
 }
 
 /// One process, its group and its log.
@@ -141,7 +194,7 @@ impl Process {
     /// Gives the busiest thread beside the main ones the lowest priority.
     ///
     /// NIXL's progress thread polls without a pause; a few workers would leave no core to anyone.
-    fn calm(&self) {
+    pub(crate) fn calm(&self) {
         if let Some(thread) = self.child.id().try_into().ok().and_then(busiest_thread) {
             let renice = Command::new("renice")
                 .args(["-n", "19", "-p", &thread.to_string()])
@@ -337,25 +390,27 @@ impl Fleet {
 
     fn spawn_worker(&self, role: Role, index: usize) -> Result<Worker> {
         let [system, side_channel, events] = free_ports()?;
-        let (mode, kv_role) = match role {
-            Role::Prefill => ("prefill", "kv_producer"),
-            Role::Decode => ("decode", "kv_consumer"),
+        let engines = &self.parts.engines;
+        let (mode, kv_role, connector, options) = match role {
+            Role::Prefill => (
+                "prefill",
+                "kv_producer",
+                &engines.prefill,
+                &engines.prefill_options,
+            ),
+            Role::Decode => (
+                "decode",
+                "kv_consumer",
+                &engines.decode,
+                &engines.decode_options,
+            ),
         };
         let mut python_path = match &self.parts.workers {
             Workers::Stock => Vec::new(),
             Workers::Patched(overlay) => vec![overlay.clone()],
         };
-        let mut connector = json!({
-            "kv_connector": "NixlConnector",
-            "kv_role": kv_role,
-            "kv_buffer_device": "cpu",
-        });
-        if self.parts.engines.record_claims {
-            let records = self.claim_records_file(mode, index);
-            connector["kv_connector_module_path"] = json!("claim_recorder");
-            connector["kv_connector_extra_config"] = json!({ "claim_recorder_path": records });
-            python_path.push(env::engines_folder());
-        }
+        python_path.extend(connector.python_path());
+        let connector = connector.config(kv_role, &self.claim_records_file(mode, index));
         let mut command = Command::new(&self.parts.python);
         command
             .args([
@@ -368,7 +423,8 @@ impl Fleet {
             .arg(&self.parts.model)
             .args(["--served-model-name", MODEL])
             .args(ENGINE_OPTIONS)
-            .args(&self.parts.engines.options)
+            .args(&engines.options)
+            .args(options)
             .args(["--kv-transfer-config", &connector.to_string()])
             .arg("--kv-events-config")
             .arg(
@@ -382,7 +438,7 @@ impl Fleet {
             .env("DYN_SYSTEM_PORT", system.to_string())
             .env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
             .env("VLLM_NIXL_SIDE_CHANNEL_PORT", side_channel.to_string())
-            .env("UCX_TLS", "tcp,sm,self")
+            .env("UCX_TLS", engines.transports.unwrap_or("tcp,sm,self"))
             .envs(engine_environment())
             .envs(self.dynamo_environment());
         if !python_path.is_empty() {
@@ -416,6 +472,14 @@ impl Fleet {
     /// Where the metrics of each decode worker are, in their order.
     pub(crate) fn decode_bases(&self) -> impl Iterator<Item = &str> {
         self.decode_workers().map(|worker| worker.base.as_str())
+    }
+
+    /// Where the metrics of each prefill worker are, in their order.
+    pub(crate) fn prefill_bases(&self) -> impl Iterator<Item = &str> {
+        let prefill = self.workers.iter();
+        prefill
+            .filter(|worker| worker.role == Role::Prefill)
+            .map(|worker| worker.base.as_str())
     }
 
     /// Ends the frontend; [`Self::start_frontend`] starts another.

@@ -257,7 +257,8 @@ pub(crate) fn target(cache: &Cache) -> Result<PathBuf> {
     cache.target("frontend", &[folder(), unchanged::folder()])
 }
 
-fn rustc_version() -> Result<String> {
+/// The compiler that this clone is built with.
+pub(crate) fn rustc_version() -> Result<String> {
     let mut rustc = Command::new("rustc");
     rustc.arg("-vV").current_dir(project_root());
     command::output(rustc)

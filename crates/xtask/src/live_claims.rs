@@ -22,7 +22,7 @@ use crate::cache::Cache;
 use crate::client::Client;
 use crate::env;
 use crate::fleet::{
-    self, Aggregated, BLOCK_SIZE, DISCOVERY, EngineSetup, Fleet, MODEL, Parts, Workers,
+    self, Aggregated, BLOCK_SIZE, Connector, DISCOVERY, EngineSetup, Fleet, MODEL, Parts, Workers,
 };
 use crate::frontend;
 use crate::interrupt;
@@ -54,7 +54,9 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
                 format!("--kv-cache-memory-bytes={}", CACHE_BLOCKS * BLOCK_BYTES),
                 "--max-model-len=1024".to_owned(),
             ],
-            record_claims: true,
+            prefill: Connector::Recorder,
+            decode: Connector::Recorder,
+            ..EngineSetup::default()
         },
         python,
     };

@@ -4,24 +4,31 @@
 
 mod bench;
 mod cache;
+mod capacity;
+mod chart;
 mod claims;
 mod client;
 mod command;
+mod counts;
 mod demo;
 mod diff_size;
 mod env;
 mod export_pr;
+mod faults;
 mod fleet;
 mod frontend;
 mod interrupt;
+mod links;
 mod live_claims;
 mod live_index;
+mod namespace;
 mod outputs;
 mod own_crates;
 mod patch;
 mod phase;
 mod pr_text;
 mod progress;
+mod pytest;
 mod report;
 mod requests;
 mod test;
@@ -29,6 +36,7 @@ mod unchanged;
 mod upstream;
 mod upstream_counts;
 mod upstream_tests;
+mod wheel;
 mod workers;
 mod workload;
 
@@ -71,6 +79,8 @@ enum Command {
     Patch(patch::Options),
     /// Build kvdelta-frontend, which runs in place of Dynamo's Python frontend.
     Frontend(frontend::Options),
+    /// Build the wheel of the Python module kvdelta, which kvdelta's connectors need.
+    Wheel(wheel::Options),
     /// Patch Dynamo, run it with real vLLM workers, and show how many bytes of KV moved.
     Demo(demo::Options),
     /// Format, lints and all tests.
@@ -99,6 +109,7 @@ fn run(command: Command) -> Result<ExitCode> {
         Command::Env => env::run(&cache),
         Command::Patch(options) => patch::run(&cache, &options),
         Command::Frontend(options) => frontend::run(&cache, &options),
+        Command::Wheel(options) => wheel::run(&cache, &options),
         Command::Demo(options) => demo::run(&cache, &options),
         Command::Test(options) => test::run(&cache, &options),
         Command::Bench(options) => bench::run(&cache, options),

@@ -59,9 +59,14 @@ fn direct(tree: &Path, pins: &Pins) -> Result<BTreeSet<String>> {
 
 /// Those, the ones that the package in `user` names, and all that these depend on.
 fn all(tree: &Path, pins: &Pins, user: &Path) -> Result<BTreeSet<String>> {
+    let mut first: Vec<String> = direct(tree, pins)?.into_iter().collect();
+    first.extend(Manifest::read(user)?.own());
+    with_dependencies(first)
+}
+
+/// These crates of this repository, and all of its crates that they depend on.
+fn with_dependencies(mut left: Vec<String>) -> Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
-    let mut left: Vec<String> = direct(tree, pins)?.into_iter().collect();
-    left.extend(Manifest::read(user)?.own());
     while let Some(name) = left.pop() {
         left.extend(Manifest::read(&folder(&name))?.own());
         names.insert(name);
@@ -82,14 +87,23 @@ pub(crate) fn patch_registry(cargo: &mut Command, tree: &Path, pins: &Pins) -> R
 }
 
 /// `key` with the sources of the crates that the package in `user`, built on `tree`, depends on.
-pub(crate) fn key(mut key: Key, tree: &Path, pins: &Pins, user: &Path) -> Result<Key> {
-    #[derive(Deserialize)]
-    struct Root {
-        workspace: toml::Table,
-    }
+pub(crate) fn key(key: Key, tree: &Path, pins: &Pins, user: &Path) -> Result<Key> {
     let names = all(tree, pins, user)?;
     if names.is_empty() {
         return Ok(key);
+    }
+    with_sources(key, names)
+}
+
+/// `key` with the sources of a crate of this repository and of those that it depends on.
+pub(crate) fn key_of(key: Key, name: &str) -> Result<Key> {
+    with_sources(key, with_dependencies(vec![name.to_owned()])?)
+}
+
+fn with_sources(mut key: Key, names: BTreeSet<String>) -> Result<Key> {
+    #[derive(Deserialize)]
+    struct Root {
+        workspace: toml::Table,
     }
     // What their manifests inherit.
     let manifest = project_root().join("Cargo.toml");

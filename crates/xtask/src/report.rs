@@ -3,9 +3,13 @@
 //! The result of the main job as a table and as JSON.
 
 use std::fmt::{self, Write as _};
+use std::fs;
+use std::path::Path;
 
+use anyhow::{Context, Result};
 use serde::Serialize;
 
+use crate::counts::{Count, Counts};
 use crate::outputs::{Tally, Verdict};
 use crate::workload::Workload;
 
@@ -41,6 +45,8 @@ pub(crate) struct Run {
     /// How the frontend was started.
     #[serde(flatten)]
     pub(crate) routing: Routing,
+    /// Whether the workers had kvdelta's connector.
+    pub(crate) connector: bool,
     /// Whether the frontend's log says that it subscribed to the decode workers' KV events.
     pub(crate) decode_events: DecodeEvents,
     /// What `kvdelta doctor` says keeps the flag from helping, as codes; `None` if it was not asked.
@@ -51,6 +57,16 @@ pub(crate) struct Run {
     /// A decode worker that was killed and started again on purpose.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) kill: Option<Kill>,
+}
+
+impl fmt::Display for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.connector {
+            f.write_str("connector")
+        } else {
+            self.routing.fmt(f)
+        }
+    }
 }
 
 /// How the frontend chooses decode workers.
@@ -99,6 +115,8 @@ pub(crate) struct Measured {
     pub(crate) moved_bytes: u64,
     /// Requests that each decode worker finished.
     pub(crate) decode_requests: Vec<u64>,
+    /// What frontend and workers counted.
+    pub(crate) counts: Counts,
     /// Median time to the first token.
     pub(crate) ttft_ms: f64,
     /// Median over requests of the mean time between tokens.
@@ -158,7 +176,7 @@ impl Report {
             row(
                 &mut text,
                 &measured[0].workload.to_string(),
-                self.runs.iter().map(|run| run.routing.to_string()),
+                self.runs.iter().map(Run::to_string),
             );
             text.push_str(&"-".repeat(NAME_WIDTH + CELL_WIDTH * self.runs.len()));
             text.push('\n');
@@ -186,6 +204,10 @@ impl Report {
             line("time between tokens, median", &|m| {
                 format!("{:.1} ms", m.inter_token_ms)
             });
+            line("descriptors per transfer", &descriptors);
+            for (name, counts) in CLAIM_ROWS {
+                line(name, &|m| cell(&m.counts, counts));
+            }
             text.push('\n');
         }
         text.push_str(&self.outputs_line());
@@ -194,18 +216,14 @@ impl Report {
                 DecodeEvents::Subscribed => "subscribed to the decode workers' KV events",
                 DecodeEvents::Skipped => "skipped the decode workers' KV events",
             };
-            let _ = writeln!(text, "{}: the router {events}.", capitalized(run.routing));
+            let _ = writeln!(text, "{}: the router {events}.", capitalized(run));
             if let Some(codes) = &run.doctor {
                 let said = if codes.is_empty() {
                     "nothing keeps the flag from helping".to_owned()
                 } else {
                     codes.join(", ")
                 };
-                let _ = writeln!(
-                    text,
-                    "{}: the doctor says: {said}.",
-                    capitalized(run.routing)
-                );
+                let _ = writeln!(text, "{}: the doctor says: {said}.", capitalized(run));
             }
             if let Some(kill) = &run.kill {
                 let _ = writeln!(
@@ -213,7 +231,7 @@ impl Report {
                     "{}: a decode worker was killed among {} more requests: {} attempts \
                      failed and were repeated, {} answers equal, {} near ties, {} different; event \
                      sources {:?}; started again it finished {} requests.",
-                    capitalized(run.routing),
+                    capitalized(run),
                     kill.requests,
                     kill.failed_attempts,
                     kill.outputs.equal,
@@ -248,15 +266,57 @@ impl Report {
                 .iter()
                 .flat_map(|measured| &measured.not_equal)
             {
-                let _ = writeln!(text, "  {}, request {request}: {verdict:?}", run.routing);
+                let _ = writeln!(text, "  {run}, request {request}: {verdict:?}");
             }
         }
         text
     }
 }
 
-fn capitalized(routing: Routing) -> String {
-    let text = routing.to_string();
+/// Rows about claims, and the numbers in them.
+const CLAIM_ROWS: [(&str, &[Count]); 12] = [
+    ("claims", &[Count::Claims]),
+    ("blocks claimed", &[Count::ClaimedBlocks]),
+    ("blocks skipped by prefill", &[Count::SkippedBlocks]),
+    ("claims refused by prefill", &[Count::RefusedClaims]),
+    (
+        "block-seconds leased by prefill",
+        &[Count::PinnedBlockSeconds],
+    ),
+    ("void claims", &[Count::VoidClaims]),
+    ("claims confirmed by decode", &[Count::ConfirmedClaims]),
+    (
+        "stale claims / blocks short",
+        &[Count::StaleClaims, Count::StaleBlocks],
+    ),
+    (
+        "recomputed / asked again / failed",
+        &[Count::Recomputed, Count::AskedAgain, Count::Failed],
+    ),
+    ("full hits", &[Count::FullHits]),
+    ("bytes read by decode", &[Count::ReadBytes]),
+    ("bytes saved by decode's hits", &[Count::SavedBytes]),
+];
+
+/// Numbers of `counts` as text, `-` where nobody counts one.
+fn cell(counts: &Counts, wanted: &[Count]) -> String {
+    let numbers: Option<Vec<String>> = wanted
+        .iter()
+        .map(|count| counts.get(*count).map(grouped))
+        .collect();
+    numbers.map_or_else(|| "-".to_owned(), |numbers| numbers.join(" / "))
+}
+
+fn descriptors(measured: &Measured) -> String {
+    let count = |count| measured.counts.get(count).unwrap_or(0) as f64;
+    match count(Count::Transfers) {
+        0.0 => "-".to_owned(),
+        transfers => format!("{:.1}", count(Count::Descriptors) / transfers),
+    }
+}
+
+fn capitalized(run: &Run) -> String {
+    let text = run.to_string();
     let (first, rest) = text.split_at(1);
     first.to_uppercase() + rest
 }
@@ -306,6 +366,54 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
+/// Median, lower and upper quartile.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Spread(pub(crate) [f64; 3]);
+
+impl Spread {
+    /// Those of `values`; not a number of nothing.
+    pub(crate) fn of(values: impl IntoIterator<Item = f64>) -> Self {
+        let mut all: Vec<f64> = values.into_iter().collect();
+        all.sort_by(f64::total_cmp);
+        let at = |quarter: usize| {
+            let place = (all.len().saturating_sub(1) * quarter + 2) / 4;
+            all.get(place).copied().unwrap_or(f64::NAN)
+        };
+        Self([at(2), at(1), at(3)])
+    }
+
+    /// Those of what `each` makes of every pair.
+    pub(crate) fn of_pairs(ours: &[f64], theirs: &[f64], each: impl Fn(f64, f64) -> f64) -> Self {
+        Self::of(
+            ours.iter()
+                .zip(theirs)
+                .map(|(ours, theirs)| each(*ours, *theirs)),
+        )
+    }
+
+    /// `median (lower..upper)`, with so many decimals.
+    pub(crate) fn shown(self, digits: usize) -> String {
+        let [median, low, high] = self.0.map(|value| format!("{value:.digits$}"));
+        format!("{median} ({low}..{high})")
+    }
+}
+
+/// Replaces what stands in `file` between the line that says that `command` wrote it and the next end line.
+pub(crate) fn put_between(file: &Path, command: &str, text: &str) -> Result<()> {
+    const END: &str = "<!-- end -->";
+    let begin = format!("<!-- begin: {command} -->");
+    let shown = file.display();
+    let old = fs::read_to_string(file).with_context(|| format!("cannot read {shown}"))?;
+    let (before, rest) = old
+        .split_once(&begin)
+        .with_context(|| format!("{shown}: no line {begin}"))?;
+    let (_, after) = rest
+        .split_once(END)
+        .with_context(|| format!("{shown}: no line {END}"))?;
+    fs::write(file, format!("{before}{begin}\n{text}{END}{after}"))
+        .with_context(|| format!("cannot write {shown}"))
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
@@ -319,6 +427,7 @@ pub(crate) mod tests {
             once_bytes: 300,
             moved_bytes,
             decode_requests: vec![3, 1],
+            counts: Counts::default(),
             ttft_ms: 180.4,
             inter_token_ms: 9.96,
             outputs,
@@ -326,13 +435,36 @@ pub(crate) mod tests {
         }
     }
 
-    /// A report whose second run has this many wrong answers.
+    /// What the connector's run counted.
+    fn counts() -> Counts {
+        let numbers = [
+            (Count::Claims, 3),
+            (Count::ClaimedBlocks, 192),
+            (Count::SkippedBlocks, 192),
+            (Count::VoidClaims, 0),
+            (Count::RefusedClaims, 0),
+            (Count::ConfirmedClaims, 3),
+            (Count::SkippedClaims, 3),
+            (Count::StaleClaims, 0),
+            (Count::StaleBlocks, 0),
+            (Count::ReadBytes, 300),
+            (Count::SavedBytes, 70_000),
+            (Count::LeasesHeld, 4),
+            (Count::LeasesLost, 0),
+            (Count::Transfers, 4),
+            (Count::Descriptors, 50),
+        ];
+        Counts(numbers.into_iter().collect())
+    }
+
+    /// A report whose second run has this many wrong answers, and whose third has kvdelta's connector.
     pub(crate) fn report(different: usize) -> Report {
         let run = |weight, moved_bytes, decode_events, different| Run {
             routing: Routing {
                 weight,
                 conditional_disagg: false,
             },
+            connector: false,
             decode_events,
             doctor: None,
             workloads: vec![measured(
@@ -345,6 +477,9 @@ pub(crate) mod tests {
             )],
             kill: None,
         };
+        let mut connector = run(1.0, 300, DecodeEvents::Subscribed, 0);
+        connector.connector = true;
+        connector.workloads[0].counts = counts();
         Report {
             prefill_workers: 1,
             decode_workers: 2,
@@ -356,6 +491,7 @@ pub(crate) mod tests {
             runs: vec![
                 run(0.0, 600, DecodeEvents::Skipped, 0),
                 run(1.0, 300, DecodeEvents::Subscribed, different),
+                connector,
             ],
             equal_between_runs: 4,
         }
@@ -372,12 +508,41 @@ pub(crate) mod tests {
             "70%",
             "75% 25%",
             "180 ms",
-            "8 of 8 answers equal",
+            "12 of 12 answers equal",
             "4 of 4 requests got the same answer",
             "skipped the decode workers' KV events",
         ] {
             assert!(table.contains(part), "no {part:?} in\n{table}");
         }
+    }
+
+    #[test]
+    fn what_a_column_cannot_have_is_a_dash() {
+        let table = report(0).table();
+        let line = |name: &str| {
+            let line = table.lines().find(|line| line.starts_with(name));
+            let cells =
+                line.unwrap_or_else(|| panic!("no {name:?} in\n{table}"))[NAME_WIDTH..].trim();
+            let words: Vec<&str> = cells.split_whitespace().collect();
+            words.join(" ")
+        };
+        assert_eq!(line("shared prefixes"), "weight 0 weight 1 connector");
+        assert_eq!(line("blocks skipped by prefill"), "- - 192");
+        assert_eq!(line("stale claims / blocks short"), "- - 0 / 0");
+        // One of the three is counted by nobody.
+        assert_eq!(line("recomputed / asked again / failed"), "- - -");
+        assert_eq!(line("bytes saved by decode's hits"), "- - 70,000");
+        assert_eq!(line("descriptors per transfer"), "- - 12.5");
+        assert!(CLAIM_ROWS.iter().all(|(name, _)| name.len() < NAME_WIDTH));
+    }
+
+    #[test]
+    fn counts_are_in_the_json_under_their_names() {
+        let json = serde_json::to_value(report(0)).unwrap();
+        assert_eq!(json["runs"][2]["connector"], true);
+        let counts = |run: usize| json["runs"][run]["workloads"][0]["counts"].clone();
+        assert_eq!(counts(2)["claimed_blocks"], 192);
+        assert_eq!(counts(1), serde_json::json!({}));
     }
 
     #[test]

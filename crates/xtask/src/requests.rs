@@ -16,7 +16,7 @@ use crate::cache::{Cache, project_root};
 use crate::command;
 use crate::frontend::Profile;
 use crate::progress::Step;
-use crate::report::{grouped, median};
+use crate::report::{Spread, grouped, median, put_between};
 use crate::unchanged::{self, Crates};
 
 /// Options of `cargo xtask bench requests`.
@@ -111,35 +111,6 @@ struct Row {
     claims: usize,
     /// The frontend's own mean time of its decode query, in microseconds.
     query_us: Vec<f64>,
-}
-
-/// Median and quartiles.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Spread([f64; 3]);
-
-impl Spread {
-    fn of(values: impl IntoIterator<Item = f64>) -> Self {
-        let mut all: Vec<f64> = values.into_iter().collect();
-        all.sort_by(f64::total_cmp);
-        let at = |quarter: usize| {
-            let place = (all.len().saturating_sub(1) * quarter + 2) / 4;
-            all.get(place).copied().unwrap_or(f64::NAN)
-        };
-        Self([at(2), at(1), at(3)])
-    }
-
-    fn of_pairs(ours: &[f64], theirs: &[f64], each: impl Fn(f64, f64) -> f64) -> Self {
-        Self::of(
-            ours.iter()
-                .zip(theirs)
-                .map(|(ours, theirs)| each(*ours, *theirs)),
-        )
-    }
-
-    fn shown(self, digits: usize) -> String {
-        let [median, low, high] = self.0.map(|value| format!("{value:.digits$}"));
-        format!("{median} ({low}..{high})")
-    }
 }
 
 /// Runs `cargo xtask bench requests`.
@@ -311,26 +282,19 @@ fn table(rows: &[Row], weight: &str) -> String {
     out
 }
 
-/// Puts the table between the markers of `file`.
+/// Puts the table into `file`.
 fn write_into(file: &Path, options: &Options, table: &str) -> Result<()> {
-    const BEGIN: &str = "<!-- begin: cargo xtask bench requests --markdown -->";
-    const END: &str = "<!-- end -->";
-    let shown = file.display();
-    let old = fs::read_to_string(file).with_context(|| format!("cannot read {shown}"))?;
-    let (before, rest) = old
-        .split_once(BEGIN)
-        .with_context(|| format!("{shown}: no line {BEGIN}"))?;
-    let (_, after) = rest
-        .split_once(END)
-        .with_context(|| format!("{shown}: no line {END}"))?;
     let release = if options.release { " --release" } else { "" };
     let command = format!(
         "`cargo xtask bench requests{release} --rounds {} --count {} --weight {}`: medians of the rounds; \
          in brackets the quartiles.",
         options.rounds, options.count, options.weight
     );
-    let new = format!("{before}{BEGIN}\n{command}\n\n{table}{END}{after}");
-    fs::write(file, new).with_context(|| format!("cannot write {shown}"))
+    put_between(
+        file,
+        "cargo xtask bench requests --markdown",
+        &format!("{command}\n\n{table}"),
+    )
 }
 
 #[cfg(test)]

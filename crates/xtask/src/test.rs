@@ -13,18 +13,21 @@ use clap::{Args, Parser};
 use crate::cache::{Cache, members, project_root};
 use crate::claims;
 use crate::command::{output, shown_run};
+use crate::counts::Count;
 use crate::demo;
 use crate::env;
 use crate::export_pr;
+use crate::faults;
 use crate::frontend;
 use crate::interrupt;
 use crate::live_claims;
 use crate::live_index;
 use crate::patch;
 use crate::progress::{Step, say};
-use crate::report::{DecodeEvents, Report};
+use crate::report::{DecodeEvents, Measured, Report};
 use crate::unchanged;
 use crate::upstream_tests;
+use crate::wheel;
 use crate::workers;
 
 /// The engine test accepts this much above "every prefix once".
@@ -63,7 +66,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 14] = [
+const PARTS: [Part; 18] = [
     Part {
         name: "format",
         heavy: false,
@@ -93,6 +96,16 @@ const PARTS: [Part; 14] = [
         name: "lints of the Python files",
         heavy: false,
         run: python_lints,
+    },
+    Part {
+        name: "tests of the Python module",
+        heavy: false,
+        run: wheel::check,
+    },
+    Part {
+        name: "tests of the package for vLLM",
+        heavy: true,
+        run: wheel::test_vllm,
     },
     Part {
         name: "upstream's tests on the patched crates",
@@ -128,6 +141,16 @@ const PARTS: [Part; 14] = [
         name: "claims in real engines",
         heavy: true,
         run: live_claims::check,
+    },
+    Part {
+        name: "faults in real engines",
+        heavy: true,
+        run: faults::check,
+    },
+    Part {
+        name: "early release in real engines",
+        heavy: true,
+        run: faults::check_release,
     },
     Part {
         name: "real engines",
@@ -242,19 +265,16 @@ fn workspace_cargo(cache: &Cache, arguments: &[&str]) -> Result<Command> {
 }
 
 fn lints(cache: &Cache) -> Result<()> {
-    shown_run(workspace_cargo(
-        cache,
-        &[
-            "clippy",
-            "--quiet",
-            "--locked",
-            "--workspace",
-            "--all-targets",
-            "--",
-            "--deny",
-            "warnings",
-        ],
-    )?)
+    // Without what only the wheel has, then with it: that links no test, for which Python would be needed.
+    for scope in [
+        &["--workspace", "--all-targets"][..],
+        &["--package=kvdelta-transfer", "--features=python"],
+    ] {
+        let mut clippy = workspace_cargo(cache, &["clippy", "--quiet", "--locked"])?;
+        clippy.args(scope).args(["--", "--deny", "warnings"]);
+        shown_run(clippy)?;
+    }
+    Ok(())
 }
 
 fn workspace_tests(cache: &Cache) -> Result<()> {
@@ -286,15 +306,20 @@ fn workspace_tests(cache: &Cache) -> Result<()> {
 
 fn python_lints(cache: &Cache) -> Result<()> {
     let python = env::tools(cache)?;
-    let folder = env::engines_folder();
-    for arguments in [
-        &["ruff", "check", "."][..],
-        &["ruff", "format", "--check", "."],
-        &["mypy", "."],
-    ] {
-        let mut linter = Command::new(&python);
-        linter.arg("-m").args(arguments).current_dir(&folder);
-        shown_run(linter)?;
+    let stub = wheel::crate_folder();
+    for folder in [env::engines_folder(), stub.clone(), wheel::vllm_folder()] {
+        for arguments in [
+            &["ruff", "check", "."][..],
+            &["ruff", "format", "--check", "."],
+            &["mypy", "."],
+        ] {
+            let mut linter = Command::new(&python);
+            linter.arg("-m").args(arguments).current_dir(&folder);
+            if folder != stub {
+                linter.env("MYPYPATH", &stub);
+            }
+            shown_run(linter)?;
+        }
     }
     Ok(())
 }
@@ -350,8 +375,8 @@ fn broken_promises(report: &Report) -> Vec<String> {
         let wants_events = on || run.routing.conditional_disagg;
         if (run.decode_events == DecodeEvents::Subscribed) != wants_events {
             broken.push(format!(
-                "{}: the router has {:?} the decode workers' KV events",
-                run.routing, run.decode_events
+                "{run}: the router has {:?} the decode workers' KV events",
+                run.decode_events
             ));
         }
         // With weight 0 and with an unpatched frontend the events are not taken: all it may find.
@@ -361,22 +386,29 @@ fn broken_promises(report: &Report) -> Vec<String> {
             &["decode-events-not-taken"]
         };
         if run.doctor.as_ref().is_some_and(|codes| codes != expected) {
-            broken.push(format!("{}: the doctor says {:?}", run.routing, run.doctor));
+            broken.push(format!("{run}: the doctor says {:?}", run.doctor));
         }
         for measured in &run.workloads {
             let limit = measured.once_bytes as f64 * (1.0 + TOLERANCE);
             if on && measured.moved_bytes as f64 > limit {
                 broken.push(format!(
-                    "{}, {:?}: {} bytes moved, every prefix once is {}",
-                    run.routing, measured.workload, measured.moved_bytes, measured.once_bytes
+                    "{run}, {:?}: {} bytes moved, every prefix once is {}",
+                    measured.workload, measured.moved_bytes, measured.once_bytes
                 ));
             }
             // Several caches cannot hold more than one without end; less was not counted.
             if !run.routing.conditional_disagg && measured.moved_bytes < measured.once_bytes {
                 broken.push(format!(
-                    "{}, {:?}: {} bytes counted, at least {} must move",
-                    run.routing, measured.workload, measured.moved_bytes, measured.once_bytes
+                    "{run}, {:?}: {} bytes counted, at least {} must move",
+                    measured.workload, measured.moved_bytes, measured.once_bytes
                 ));
+            }
+            if run.connector {
+                broken.extend(
+                    broken_claims(measured)
+                        .into_iter()
+                        .map(|what| format!("{run}, {:?}: {what}", measured.workload)),
+                );
             }
         }
         if let Some(kill) = &run.kill {
@@ -393,6 +425,40 @@ fn broken_promises(report: &Report) -> Vec<String> {
             if kill.requests_after_restart == 0 {
                 broken.push("the decode worker was not used after its restart".to_owned());
             }
+        }
+    }
+    broken
+}
+
+/// What claims must show where one request follows another and every cache has room.
+fn broken_claims(measured: &Measured) -> Vec<String> {
+    let count = |count| measured.counts.get(count).unwrap_or(0);
+    let mut broken = Vec::new();
+    for some in [Count::Claims, Count::SkippedBlocks, Count::LeasesHeld] {
+        if count(some) == 0 {
+            broken.push(format!("no {some:?}"));
+        }
+    }
+    for none in [
+        Count::RefusedClaims,
+        Count::VoidClaims,
+        Count::StaleClaims,
+        Count::StaleBlocks,
+        Count::Failed,
+        Count::LeasesLost,
+    ] {
+        if count(none) > 0 {
+            broken.push(format!("{} {none:?}", count(none)));
+        }
+    }
+    for (what, should) in [
+        (Count::SkippedClaims, count(Count::Claims)),
+        (Count::ConfirmedClaims, count(Count::Claims)),
+        (Count::ReadBytes, measured.moved_bytes),
+        (Count::SkippedBlocks, count(Count::ClaimedBlocks)),
+    ] {
+        if count(what) != should {
+            broken.push(format!("{what:?} is {}, not {should}", count(what)));
         }
     }
     broken
@@ -427,6 +493,20 @@ mod tests {
         });
         let broken = broken_promises(&wrong);
         assert_eq!(broken.len(), 8, "{broken:?}");
+    }
+
+    #[test]
+    fn claims_that_did_not_hold_are_found() {
+        let mut wrong = report(0);
+        let counts = &mut wrong.runs[2].workloads[0].counts.0;
+        counts.insert(Count::StaleClaims, 1);
+        counts.insert(Count::SkippedBlocks, 0);
+        counts.insert(Count::ReadBytes, 299);
+        counts.remove(&Count::ConfirmedClaims);
+        // No blocks are skipped, which is also not what was claimed.
+        let broken = broken_promises(&wrong);
+        assert_eq!(broken.len(), 5, "{broken:?}");
+        assert!(broken[0].starts_with("connector, SharedPrefixes: no SkippedBlocks"));
     }
 
     #[test]

@@ -15,10 +15,10 @@ use anyhow::{Context, Result, bail};
 use crate::cache::Cache;
 use crate::command;
 use crate::env;
-use crate::fleet::engine_environment;
 use crate::frontend::sources;
 use crate::patch;
 use crate::progress::say;
+use crate::pytest;
 use crate::upstream::Pins;
 
 /// The namespace of all of Dynamo's packages.
@@ -68,19 +68,14 @@ pub(crate) fn test(cache: &Cache) -> Result<()> {
         say(NONE);
         return Ok(());
     };
-    let mut pytest = Command::new(&python);
-    pytest
-        .args(["-m", "pytest", "--quiet", "--asyncio-mode=auto"])
-        .args(["-p", "no:cacheprovider", "-W", "ignore"])
-        .args(TESTS.map(|name| overlay.join("dynamo/vllm/tests").join(name)))
-        .current_dir(&overlay)
-        .env(
-            "PYTHONPATH",
-            std::env::join_paths([&overlay, &env::pytest(cache)?])?,
-        )
-        .env("PYTHONDONTWRITEBYTECODE", "1")
-        .envs(engine_environment());
-    command::shown_run(pytest)
+    pytest::run(
+        cache,
+        &python,
+        &[&overlay],
+        &["--asyncio-mode=auto", "-W", "ignore"],
+        &overlay,
+        &TESTS.map(|name| overlay.join("dynamo/vllm/tests").join(name)),
+    )
 }
 
 /// A package of Dynamo's, or a module that is in none: where it is in the patched sources and in an overlay.

@@ -10,7 +10,7 @@ use std::collections::HashSet;
 use std::fmt;
 
 /// First token id that is not special in the test model.
-const FIRST_WORD: u32 = 4;
+pub(crate) const FIRST_WORD: u32 = 4;
 
 /// The size of everything, and the seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
