@@ -492,3 +492,47 @@ fn spoil(params: &mut Value, draw: u64) {
         _ => blocks(params, json!([[]])),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim() -> Value {
+        json!({
+            "version": 1,
+            "claim_id": "c",
+            "decode_worker_id": 1,
+            "decode_dp_rank": 0,
+            "cached_prefix_blocks": 3,
+            "block_size": 32,
+            "prefix_hash": 7,
+        })
+    }
+
+    #[test]
+    fn a_senseless_claim_is_never_a_claim() {
+        let good: DecodeCacheInfo = serde_json::from_value(claim()).unwrap();
+        good.check(97).unwrap();
+        for draw in 0..18 {
+            let bad = senseless(claim(), draw);
+            let read = serde_json::from_value::<DecodeCacheInfo>(bad.clone());
+            assert!(!read.is_ok_and(|read| read.check(97).is_ok()), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_spoiled_offer_is_another_one() {
+        let whole = json!({"do_remote_prefill": true, "remote_block_ids": [[1, 2]]});
+        let cut = json!({"do_remote_prefill": false, "kvdelta": {
+            "version": 1, "first_block": 2, "group_first_blocks": [2], "block_size": 32,
+            "prefix_hash": u64::MAX, "params": {"remote_block_ids": [[3]]},
+        }});
+        for good in [whole, cut] {
+            for draw in 0..22 {
+                let mut bad = good.clone();
+                spoil(&mut bad, draw);
+                assert_ne!(bad, good, "draw {draw}");
+            }
+        }
+    }
+}
