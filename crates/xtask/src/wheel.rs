@@ -122,14 +122,8 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
         .current_dir(scratch.path());
     command::shown_run(stubtest)?;
     let tests = crate_folder().join("tests");
-    pytest::run(
-        cache,
-        &python,
-        &[&unpacked],
-        &[],
-        &tests,
-        std::slice::from_ref(&tests),
-    )
+    let files = std::slice::from_ref(&tests);
+    pytest::run(cache, &python, &[&unpacked], &[], &tests, files)
 }
 
 /// Runs the tests of the package for vLLM, in the environment of the engines.
