@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvdelta_vllm.metadata import KvdeltaConnectorMetadata
-from kvdelta_vllm.worker import KvdeltaPushWorker
 from nixl_pair import BLOCKS, Side, Worker, run, tensor_parallel
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX, NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+
+from kvdelta_vllm.metadata import KvdeltaConnectorMetadata
+from kvdelta_vllm.worker import KvdeltaPushWorker
 
 NAMES = itertools.count()
 
@@ -394,6 +395,8 @@ def test_each_rank_of_prefill_hears_from_all_that_it_waits_for(prefill_ranks: in
         if decode_ranks > 1:
             fleet.decodes[0].next.add_notice(half, fleet.params(half_p))
         fleet.run(lambda: fleet.sent(half_p) == [1] * prefill_ranks)
+        # Upstream keeps the registration of the second rank, which found its blocks being sent.
+        fleet.prefill.worker.half._evict_finished_inbox.put(d)
         fleet.run(fleet.is_idle)
     finally:
         fleet.close()
