@@ -18,8 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
-from kvdelta_vllm.lease import LANDING_WORDS, LEASE_WORDS, WORD_BYTES, Landing, LeaseCheck, LeaseWords, WordRead
-from kvdelta_vllm.lease import WordTable
+from kvdelta_vllm.lease import (
+    LANDING_WORDS,
+    LEASE_WORDS,
+    WORD_BYTES,
+    Landing,
+    LeaseCheck,
+    LeaseWords,
+    WordRead,
+    WordTable,
+)
 from kvdelta_vllm.metadata import KvdeltaConnectorMetadata, KvdeltaHandshakePayload, Lease
 from kvdelta_vllm.notices import MAX_RANKS, CheckedAgent, bad_registration, bad_remote
 from kvdelta_vllm.stats import KvdeltaConnectorStats
@@ -44,6 +52,10 @@ class BadBlocksError(ValueError):
 
 class _KvdeltaWorker(NixlBaseConnectorWorker):
     """What both directions share: lease words, early release, checked notices."""
+
+    # Upstream's.
+    nixl_wrapper: Any
+    xfer_handshake_metadata: Any
 
     def __init__(self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -174,9 +186,10 @@ class _KvdeltaWorker(NixlBaseConnectorWorker):
                 if not by_group or groups_of_regions[region] in (group, _ALL_GROUPS)
             )
             low, high = int(array.min()), int(array.max())
-            if low < 0 or high >= blocks // ratio:
+            own = blocks // ratio
+            if low < 0 or high >= own:
                 raise BadBlocksError(
-                    f"block ids {low} to {high} of group {group} are not among the {blocks // ratio} blocks of {engine_id}"
+                    f"block ids {low} to {high} of group {group} are not among the {own} blocks of {engine_id}"
                 )
 
 
@@ -432,7 +445,7 @@ class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):
                 if self.nixl_wrapper.check_xfer_state(read.handle) == "PROC":
                     kept.append(read)
                     continue
-            except Exception:  # noqa: BLE001
+            except Exception:
                 logger.debug("The read of a lease word is over with an error.", exc_info=True)
             try:
                 self.nixl_wrapper.release_xfer_handle(read.handle)

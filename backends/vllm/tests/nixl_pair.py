@@ -8,8 +8,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -111,9 +110,7 @@ class Worker:
             base_worker.get_tensor_model_parallel_rank, base_worker.get_tensor_model_parallel_world_size = kept
             # A worker takes one core for itself.
             os.sched_setaffinity(0, cores)
-        self.caches = {
-            name: torch.zeros(BLOCKS, heads, BLOCK, 2 * HEAD_SIZE, dtype=torch.float32) for name in names
-        }
+        self.caches = {name: torch.zeros(BLOCKS, heads, BLOCK, 2 * HEAD_SIZE, dtype=torch.float32) for name in names}
         self.half.register_kv_caches(self.caches)
         self._stop = threading.Event()
         self.payload = self.half.xfer_handshake_metadata
@@ -133,9 +130,9 @@ class Worker:
 
     def fill(self, blocks: list[int], value: float) -> None:
         """Write ``value`` plus the layer and the block into blocks, so that each differs."""
-        for layer, cache in enumerate(self.caches.values()):
+        for layer, blocks_of_layer in enumerate(self.caches.values()):
             for block in blocks:
-                cache[block] = value + layer / 4 + block / 1024
+                blocks_of_layer[block] = value + layer / 4 + block / 1024
 
     def holds(self, block: int, value: float, source: int) -> bool:
         """Whether a block is the one that was filled with ``value`` as block ``source``."""
@@ -147,6 +144,8 @@ class Worker:
     def close(self) -> None:
         """End the worker."""
         self._stop.set()
+        # Upstream's shutdown does not wait, and a handshake that goes on meanwhile frees twice what NIXL holds.
+        self.half._handshake_initiation_executor.shutdown(wait=True)
         self.half.shutdown()
 
 
@@ -203,7 +202,9 @@ class Side:
         self.next.add_new_req_to_recv(request, own, params, (), awaiting_kvs=parked)
 
 
-def run(sides: list[Side], until: Callable[[], bool], seconds: float = float(os.environ.get("KVDELTA_TEST_SECONDS", "60"))) -> None:
+def run(
+    sides: list[Side], until: Callable[[], bool], seconds: float = float(os.environ.get("KVDELTA_TEST_SECONDS", "60"))
+) -> None:
     """Step all workers until something is so; the limit only ends a test that hangs."""
     end = time.monotonic() + seconds
     while not until():
@@ -213,11 +214,12 @@ def run(sides: list[Side], until: Callable[[], bool], seconds: float = float(os.
         time.sleep(0.001)
 
 
-@contextmanager
-def workers(*made: Worker) -> Iterator[None]:
-    """End workers afterwards."""
-    try:
-        yield
-    finally:
-        for worker in made:
-            worker.close()
+def tensor_parallel(worker_class: type, metadata_class: type, ranks: int) -> list[Side]:
+    """Make the ranks of one engine, behind one side channel."""
+    first = Worker(worker_class, ranks=ranks, serve=False)
+    made = [first] + [
+        Worker(worker_class, rank=rank, ranks=ranks, engine_id=first.engine_id, port=first.port, serve=False)
+        for rank in range(1, ranks)
+    ]
+    first.serve({(0, rank): worker.payload for rank, worker in enumerate(made)})
+    return [Side(worker, metadata_class) for worker in made]
