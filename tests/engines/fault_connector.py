@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector under test, and hooks by which the fault bench does what no router and no engine would.
+"""The connector under test, and hooks by which the fault bench does what no router would.
 
-Engines load it by its module: {"kv_connector": "NixlConnector", "kv_connector_module_path": "fault_connector"}.
+Engines load it by its module:
 
-* A request with kv_transfer_params {"fault_evict": [hash, ...]} takes the blocks with these hashes out of the
-  prefix cache before it runs; a hash is the number that KV events have.
+    {"kv_connector": "NixlConnector", "kv_connector_module_path": "fault_connector", ...}
+
+* A request with kv_transfer_params {"fault_evict": [hash, ...]} takes the blocks with these hashes
+  out of the prefix cache before it runs; a hash is the number that KV events have.
 * A notice that names a request whose id contains "lost-notice" is lost on its way to prefill.
 """
 
@@ -30,11 +32,11 @@ HEARTBEAT: Final = b"HB:"
 class Lossy:
     """A NIXL agent that loses some of the notices that reach it."""
 
-    def __init__(self, agent: Any) -> None:
+    def __init__(self, agent: Any) -> None:  # noqa: ANN401
         """Stand before `agent`."""
         self._agent = agent
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Everything else is the agent's own."""
         return getattr(self._agent, name)
 

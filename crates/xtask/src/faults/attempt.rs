@@ -121,7 +121,9 @@ impl Attempt<'_> {
     /// The claim that goes to prefill.
     async fn claim(&self) -> Result<Option<Value>, LegError> {
         let (driver, decode) = (self.driver, self.decode());
-        if decode.life().kind.connector == Connector::Stock {
+        // A lease that ended shows where blocks are read: what waits so long loses most prefixes.
+        let is_whole = self.fault == Fault::BeyondLease && !self.step.draw.is_multiple_of(4);
+        if decode.life().kind.connector == Connector::Stock || is_whole {
             return Ok(None);
         }
         let prompt = self.hashed();
@@ -472,7 +474,7 @@ fn spoil(params: &mut Value, draw: u64) {
         inner["remote_block_ids"] = value;
     };
     let is_cut = params.get("kvdelta").is_some_and(Value::is_object);
-    match draw % 10 {
+    match draw % 11 {
         0 => blocks(params, json!([[1_000_000_000]])),
         1 => blocks(params, json!([[-1, -2]])),
         2 => blocks(params, json!("blocks")),
@@ -483,6 +485,54 @@ fn spoil(params: &mut Value, draw: u64) {
         7 if is_cut => params["kvdelta"]["group_first_blocks"] = json!([]),
         8 if is_cut => params["kvdelta"]["params"] = json!(null),
         9 if is_cut => params["kvdelta"]["block_size"] = json!(0),
+        10 if is_cut => {
+            let hash = params["kvdelta"]["prefix_hash"].as_u64().unwrap_or(0);
+            params["kvdelta"]["prefix_hash"] = json!(hash ^ 1);
+        }
         _ => blocks(params, json!([[]])),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim() -> Value {
+        json!({
+            "version": 1,
+            "claim_id": "c",
+            "decode_worker_id": 1,
+            "decode_dp_rank": 0,
+            "cached_prefix_blocks": 3,
+            "block_size": 32,
+            "prefix_hash": 7,
+        })
+    }
+
+    #[test]
+    fn a_senseless_claim_is_never_a_claim() {
+        let good: DecodeCacheInfo = serde_json::from_value(claim()).unwrap();
+        good.check(97).unwrap();
+        for draw in 0..18 {
+            let bad = senseless(claim(), draw);
+            let read = serde_json::from_value::<DecodeCacheInfo>(bad.clone());
+            assert!(!read.is_ok_and(|read| read.check(97).is_ok()), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_spoiled_offer_is_another_one() {
+        let whole = json!({"do_remote_prefill": true, "remote_block_ids": [[1, 2]]});
+        let cut = json!({"do_remote_prefill": false, "kvdelta": {
+            "version": 1, "first_block": 2, "group_first_blocks": [2], "block_size": 32,
+            "prefix_hash": u64::MAX, "params": {"remote_block_ids": [[3]]},
+        }});
+        for good in [whole, cut] {
+            for draw in 0..22 {
+                let mut bad = good.clone();
+                spoil(&mut bad, draw);
+                assert_ne!(bad, good, "draw {draw}");
+            }
+        }
     }
 }

@@ -34,11 +34,15 @@ const SETTLE_TIMEOUT: Duration = Duration::from_secs(150);
 pub(crate) const POLL: Duration = Duration::from_millis(50);
 
 /// Counters that are in the report, with their label.
-const COUNTED: [(&str, &str); 4] = [
+const COUNTED: [(&str, &str); 8] = [
     ("vllm:kvdelta_claims_total", "outcome"),
     ("vllm:kvdelta_offers_total", "outcome"),
     ("vllm:kvdelta_recoveries_total", "kind"),
     ("vllm:kvdelta_lease_checks_total", "outcome"),
+    ("vllm:kvdelta_full_hits_total", "engine"),
+    ("vllm:kvdelta_leases_expired_total", "engine"),
+    ("vllm:kvdelta_released_offers_total", "engine"),
+    ("vllm:kvdelta_stale_blocks_total", "engine"),
 ];
 
 /// What was seen of the claims that an engine must have counted, by engine and life.

@@ -268,7 +268,8 @@ fn body(ask: Ask<'_>, params: Option<Value>) -> Value {
         "ignore_eos": true,
     });
     if let Some(salt) = ask.salt {
-        body["cache_salt"] = json!(salt);
+        // As Dynamo's worker hands it on; an index cannot tell other salts from other extra keys.
+        body["cache_salt"] = json!(format!("dynamo-cache-salt:{salt}"));
     }
     if let Some(params) = params {
         body["kv_transfer_params"] = params;
