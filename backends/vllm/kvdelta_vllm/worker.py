@@ -41,7 +41,7 @@ logger = init_logger(__name__)
 
 LEASE_CHECK_SECONDS = 20.0
 """How long the read of a lease word may take; then the request fails. A read of 8 bytes takes milliseconds."""
-MAX_WAITING_REGISTRATIONS = 65_536
+MAX_WAITING_REGISTRATIONS = 4_096
 """Registrations of decode workers that wait for their prompt (push mode); beyond these the oldest is dropped."""
 _ALL_GROUPS = -1
 
@@ -53,7 +53,6 @@ class BadBlocksError(ValueError):
 class _KvdeltaWorker(NixlBaseConnectorWorker):
     """What both directions share: lease words, early release, checked notices."""
 
-    # Upstream's.
     nixl_wrapper: Any
     xfer_handshake_metadata: Any
 
@@ -186,11 +185,9 @@ class _KvdeltaWorker(NixlBaseConnectorWorker):
                 if not by_group or groups_of_regions[region] in (group, _ALL_GROUPS)
             )
             low, high = int(array.min()), int(array.max())
-            own = blocks // ratio
-            if low < 0 or high >= own:
-                raise BadBlocksError(
-                    f"block ids {low} to {high} of group {group} are not among the {own} blocks of {engine_id}"
-                )
+            if low < 0 or high >= blocks // ratio:
+                known = f"the {blocks // ratio} blocks of {engine_id}"
+                raise BadBlocksError(f"block ids {low} to {high} of group {group} are not among {known}")
 
 
 class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):

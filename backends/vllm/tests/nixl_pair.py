@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real workers with real NIXL agents over CPU tensors, without a model: what the worker tests are made of."""
 
+import gc
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ MODEL = {
 }
 
 
-@cache
+@lru_cache
 def model_folder() -> Path:
     """The folder of the model's configuration, whose name is part of what workers compare in a handshake."""
     folder = Path(tempfile.gettempdir()) / f"kvdelta-test-model-{os.getuid()}"
@@ -86,7 +87,7 @@ class Worker:
                 kv_role="kv_both",
                 kv_buffer_device="cpu",
                 engine_id=self.engine_id,
-                kv_connector_extra_config=extra or {},
+                kv_connector_extra_config={"num_threads": 1, **(extra or {})},
             ),
         )
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -105,7 +106,7 @@ class Worker:
         base_worker.get_tensor_model_parallel_world_size = lambda: ranks
         try:
             with set_current_vllm_config(config):
-                self.half = worker_class(config, self.engine_id, caches)
+                self.half: Any = worker_class(config, self.engine_id, caches)
         finally:
             base_worker.get_tensor_model_parallel_rank, base_worker.get_tensor_model_parallel_world_size = kept
             # A worker takes one core for itself.
@@ -130,9 +131,9 @@ class Worker:
 
     def fill(self, blocks: list[int], value: float) -> None:
         """Write ``value`` plus the layer and the block into blocks, so that each differs."""
-        for layer, blocks_of_layer in enumerate(self.caches.values()):
+        for layer, cache in enumerate(self.caches.values()):
             for block in blocks:
-                blocks_of_layer[block] = value + layer / 4 + block / 1024
+                cache[block] = value + layer / 4 + block / 1024
 
     def holds(self, block: int, value: float, source: int) -> bool:
         """Whether a block is the one that was filled with ``value`` as block ``source``."""
@@ -144,9 +145,14 @@ class Worker:
     def close(self) -> None:
         """End the worker."""
         self._stop.set()
+        if self.half is None:
+            return
         # Upstream's shutdown does not wait, and a handshake that goes on meanwhile frees twice what NIXL holds.
         self.half._handshake_initiation_executor.shutdown(wait=True)
         self.half.shutdown()
+        self.half = None
+        # Agents poll for as long as they live.
+        gc.collect()
 
 
 class Results:

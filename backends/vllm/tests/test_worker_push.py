@@ -395,6 +395,8 @@ def test_each_rank_of_prefill_hears_from_all_that_it_waits_for(prefill_ranks: in
         if decode_ranks > 1:
             fleet.decodes[0].next.add_notice(half, fleet.params(half_p))
         fleet.run(lambda: fleet.sent(half_p) == [1] * prefill_ranks)
+        # Upstream keeps the registration of the second rank, which found its blocks being sent.
+        fleet.prefill.worker.half._evict_finished_inbox.put(d)
         fleet.run(fleet.is_idle)
     finally:
         fleet.close()
