@@ -131,9 +131,9 @@ class Worker:
 
     def fill(self, blocks: list[int], value: float) -> None:
         """Write ``value`` plus the layer and the block into blocks, so that each differs."""
-        for layer, blocks_of_layer in enumerate(self.caches.values()):
+        for layer, cache in enumerate(self.caches.values()):
             for block in blocks:
-                blocks_of_layer[block] = value + layer / 4 + block / 1024
+                cache[block] = value + layer / 4 + block / 1024
 
     def holds(self, block: int, value: float, source: int) -> bool:
         """Whether a block is the one that was filled with ``value`` as block ``source``."""

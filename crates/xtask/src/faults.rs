@@ -36,7 +36,7 @@ use crate::wheel;
 const PREFILL_BLOCKS: usize = 1024;
 const DECODE_BLOCKS: usize = 128;
 /// Reference answers that are computed at once.
-const REFERENCES_AT_ONCE: usize = 8;
+const REFERENCES_AT_ONCE: usize = 24;
 /// The slice in `cargo xtask test`.
 const SLICE: Options = Options {
     requests: 150,

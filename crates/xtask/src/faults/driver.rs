@@ -278,6 +278,7 @@ impl Driver {
         let mut fault = step.fault;
         let mut begun_again = 0;
         loop {
+            home = self.all_up(fault, home).await;
             if !fault.fits(self.engines(), home) {
                 fault = Fault::None;
             }
@@ -325,17 +326,19 @@ impl Driver {
                 return Err(self.failure(step, fault, home, &story, &error));
             }
             begun_again += 1;
-            if self.prefill.up().await.is_err() {
-                return Err(self.failure(step, fault, home, &story, &error));
-            }
-            // The dead decode worker's requests go to the other one.
-            if !self.decode[home].life().up {
-                home = 1 - home;
-            }
-            if self.decode[home].up().await.is_err() {
-                return Err(self.failure(step, fault, home, &story, &error));
-            }
         }
+    }
+
+    /// Waits until the engines of a request are there. A dead decode worker's requests go to the other one.
+    async fn all_up(&self, fault: Fault, home: usize) -> usize {
+        let home = match (self.decode[home].life().up, self.decode[1 - home].life().up) {
+            (false, true) => 1 - home,
+            _ => home,
+        };
+        for engine in self.involved(fault, home) {
+            engine.up().await;
+        }
+        home
     }
 
     fn verdict(&self, index: usize, tokens: &[u32], is_part: bool) -> crate::outputs::Verdict {

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use kvdelta_indexer::WorkerRank;
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -251,10 +251,9 @@ impl Engine {
     }
 
     /// Waits until it answers in some life.
-    pub(crate) async fn up(&self) -> Result<Life> {
-        let mut lives = self.life.subscribe();
-        let life = lives.wait_for(|life| life.up).await;
-        Ok(*life.with_context(|| format!("{} is gone", self.name))?)
+    pub(crate) async fn up(&self) {
+        // The sender lives as long as this does.
+        let _ = self.life.subscribe().wait_for(|life| life.up).await;
     }
 
     /// Where it listens.

@@ -342,19 +342,20 @@ pub(crate) fn plan(requests: usize, kills: usize, seed: u64) -> Plan {
 fn kill(number: usize, random: &mut fastrand::Rng) -> Kill {
     use Connector::{Own, Stock};
     use Victim::{Decode, Prefill};
+    // vLLM's own decode engine reads blocks whose lease has ended, so none is there while leases are short.
     const TURNS: [(Victim, Connector, bool); 12] = [
         (Decode(1), Stock, false),
-        (Prefill, Own, true),
         (Decode(1), Own, false),
-        (Prefill, Own, false),
+        (Prefill, Own, true),
         (Decode(0), Own, false),
+        (Prefill, Own, false),
         (Decode(0), Stock, false),
         (Prefill, Own, false),
         (Decode(0), Own, false),
         (Prefill, Stock, false),
         (Decode(1), Own, false),
         (Prefill, Own, true),
-        (Decode(1), Own, false),
+        (Prefill, Own, false),
     ];
     let (victim, connector, short_lease) = TURNS[number % TURNS.len()];
     Kill {
@@ -511,7 +512,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_fit_the_engines_of_their_segment_and_two_are_never_stock() {
+    fn faults_fit_the_engines_of_their_segment_which_fit_each_other() {
         let plan = plan(2000, 40, 3);
         let mut engines = Engines::FIRST;
         let mut segment = 0;
@@ -523,6 +524,8 @@ mod tests {
                     .into_iter()
                     .filter(|one| *one == Connector::Stock);
                 assert!(stock.count() < 2, "{engines:?}");
+                let stock_decode = engines.decode.contains(&Connector::Stock);
+                assert!(!(engines.short_lease && stock_decode), "{engines:?}");
             }
             assert!(job.fault().fits(engines, job.home), "{job:?} {engines:?}");
         }
