@@ -267,7 +267,10 @@ impl Driver {
 
     /// The engines without which a request cannot go on.
     fn involved(&self, fault: Fault, home: usize) -> impl Iterator<Item = &Engine> {
-        let uses_other = matches!(fault, Fault::OtherDecode | Fault::StockDecode | Fault::Void);
+        let uses_other = matches!(
+            fault,
+            Fault::OtherDecode | Fault::StockDecode | Fault::Twice
+        );
         let other = uses_other.then(|| &self.decode[1 - home]);
         [&self.prefill, &self.decode[home]].into_iter().chain(other)
     }
