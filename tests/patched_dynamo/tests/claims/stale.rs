@@ -75,16 +75,6 @@ fn a_stale_claim_is_prefilled_once_more_by_the_same_workers_unseen() -> Result<(
             ensure!(legs[1].release().is_none());
             assert_eq!(stale(&trace), [("ask_again".to_owned(), true)]);
             assert_eq!(trace.spans("kv_router.repeat_prefill"), 1);
-            let metrics = scene.fleet.metrics(0).await?;
-            for (name, labels) in [
-                ("claims_stale_total", [("reason", "stale")].as_slice()),
-                ("stale_blocks_total", &[]),
-                ("claim_recoveries_total", &[("kind", "ask_again")]),
-                ("trust_lowered_total", &[]),
-            ] {
-                let name = format!("dynamo_component_router_decode_{name}");
-                ensure!(metrics.sum(&name, labels)? >= 1.0, "{name}");
-            }
             scene.at_rest().await
         })?;
     }
