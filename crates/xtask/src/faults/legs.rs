@@ -209,7 +209,13 @@ impl Legs {
                 parts += 1;
             }
         }
-        workload::tokens(&text).map_err(LegError::Answer)
+        let tokens = workload::tokens(&text).map_err(LegError::Answer)?;
+        // A stream may end like one that is done where the engine failed the request.
+        if most == usize::MAX && tokens.len() != ask.output_tokens {
+            let (found, wanted) = (tokens.len(), ask.output_tokens);
+            return Err(LegError::Stream(format!("{found} of {wanted} tokens")));
+        }
+        Ok(tokens)
     }
 
     /// A request to one engine alone.
