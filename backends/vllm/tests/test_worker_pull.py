@@ -605,7 +605,8 @@ def _serve_until_killed(pipe: Connection) -> None:
         side.offer(f"k-{request}")
     side.step()
     pipe.send((side.worker.engine_id, side.worker.port, side.worker.payload.lease_table))
-    while True:
+    # Also ends with the test's own process.
+    while not pipe.poll():
         side.step()
 
 
