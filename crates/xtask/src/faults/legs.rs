@@ -209,7 +209,12 @@ impl Legs {
                 parts += 1;
             }
         }
-        workload::tokens(&text).map_err(LegError::Answer)
+        let tokens = workload::tokens(&text).map_err(LegError::Answer)?;
+        // vLLM says nothing of an error before the first token of a stream: it just ends.
+        if tokens.is_empty() {
+            return Err(LegError::Stream("it ended without a token".to_owned()));
+        }
+        Ok(tokens)
     }
 
     /// A request to one engine alone.
