@@ -3,7 +3,8 @@
 
 The scheduler is vLLM's, without a model and without a connector: it takes a prompt in one step, as prefill does with
 nothing in its cache and as decode does with the first half in its cache. Every round times, in turn, a step on each
-side and the calls that kvdelta's connector adds on that side for that request. Shown are medians with the quartiles in
+side and the calls that kvdelta's connector adds on that side for that request: right after the step, whose data has
+taken their place in the processor's caches, and again right after themselves. Shown are medians with the quartiles in
 brackets; the ratio is taken in each round. Times are the thread's on the processor, so that a busy machine shows in
 neither.
 """
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -34,6 +35,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+T = TypeVar("T")
 
 LAYERS = 32
 MODEL = {
@@ -59,8 +62,10 @@ class Round(NamedTuple):
 
     prefill_step: int
     prefill_calls: int
+    prefill_again: int
     decode_step: int
     decode_calls: int
+    decode_again: int
 
 
 def scheduler(folder: Path, block_size: int, tokens: int) -> Scheduler:
@@ -93,11 +98,11 @@ def scheduler(folder: Path, block_size: int, tokens: int) -> Scheduler:
     )
 
 
-def timed(call: Callable[[], object]) -> int:
-    """Return the nanoseconds of one call."""
+def timed(call: Callable[[], T]) -> tuple[int, T]:
+    """Return the nanoseconds of one call, and what it returned."""
     begin = time.thread_time_ns()
-    call()
-    return time.thread_time_ns() - begin
+    result = call()
+    return time.thread_time_ns() - begin, result
 
 
 class Fleet:
@@ -202,19 +207,19 @@ class Fleet:
             "block_size": self.block_size,
             "prefix_hash": own_hash(prefill, self.claimed),
         }
-        prefill_calls = timed(lambda: self.prefill_calls(prefill, value))
-        # Again for what it returns: a notice has closed it.
-        head = self.prefill_calls(prefill, value)
+        prefill_calls, head = timed(lambda: self.prefill_calls(prefill, value))
+        # Its offer is closed, so the same id is another one.
+        prefill_again, _ = timed(lambda: self.prefill_calls(prefill, value))
         decode = self.request(prefix=self.count - 1)
         decode_step = self.step(decode, cached=self.claimed * self.block_size)
         params = {"remote_block_ids": [list(range(self.claimed, self.blocks))], "remote_host": "127.0.0.1"}
         offered = {**head, "params": params}
-        decode_calls = timed(lambda: self.decode_calls(decode, offered))
-        said = self.decode_calls(decode, offered)
+        decode_calls, said = timed(lambda: self.decode_calls(decode, offered))
+        decode_again, _ = timed(lambda: self.decode_calls(decode, offered))
         if said.kind != "covered" or len(self.ledger):
             message = f"the claim is {said.kind}, {len(self.ledger)} offers are open"
             raise RuntimeError(message)
-        return Round(prefill_step, prefill_calls, decode_step, decode_calls)
+        return Round(prefill_step, prefill_calls, prefill_again, decode_step, decode_calls, decode_again)
 
 
 def own_hash(request: Request, blocks: int) -> int:
@@ -255,14 +260,13 @@ def main() -> None:
         json.dump({"tokens": options.tokens, "rounds": options.rounds, "results": results}, sys.stdout, indent=2)
         sys.stdout.write("\n")
         return
-    sys.stdout.write(
-        "| block size | side | scheduler step, us | calls, us | ratio, % |\n| --: | --- | --: | --: | --: |\n"
-    )
+    sys.stdout.write("| block size | side | scheduler step, us | calls, us | ratio, % | the calls again, us |\n")
+    sys.stdout.write("| --: | --- | --: | --: | --: | --: |\n")
     for each in results:
         for side in ("prefill", "decode"):
             cells = [
                 f"{middle:,.{digits}f} ({low:,.{digits}f}..{high:,.{digits}f})"
-                for name, digits in (("step_us", 0), ("calls_us", 1), ("percent", 2))
+                for name, digits in (("step_us", 0), ("calls_us", 1), ("percent", 2), ("again_us", 1))
                 for low, middle, high in [each[f"{side}_{name}"]]
             ]
             sys.stdout.write(f"| {each['block_size']} | {side} | {' | '.join(cells)} |\n")

@@ -18,8 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.logger import init_logger
 
-from kvdelta_vllm.lease import LANDING_WORDS, LEASE_WORDS, WORD_BYTES, Landing, LeaseCheck, LeaseWords, WordRead
-from kvdelta_vllm.lease import WordTable
+from kvdelta_vllm.lease import (
+    LANDING_WORDS,
+    LEASE_WORDS,
+    WORD_BYTES,
+    Landing,
+    LeaseCheck,
+    LeaseWords,
+    WordRead,
+    WordTable,
+)
 from kvdelta_vllm.metadata import KvdeltaConnectorMetadata, KvdeltaHandshakePayload, Lease
 from kvdelta_vllm.notices import MAX_RANKS, CheckedAgent, bad_registration, bad_remote
 from kvdelta_vllm.stats import KvdeltaConnectorStats
@@ -33,7 +41,7 @@ logger = init_logger(__name__)
 
 LEASE_CHECK_SECONDS = 20.0
 """How long the read of a lease word may take; then the request fails. A read of 8 bytes takes milliseconds."""
-MAX_WAITING_REGISTRATIONS = 65_536
+MAX_WAITING_REGISTRATIONS = 4_096
 """Registrations of decode workers that wait for their prompt (push mode); beyond these the oldest is dropped."""
 _ALL_GROUPS = -1
 
@@ -44,6 +52,9 @@ class BadBlocksError(ValueError):
 
 class _KvdeltaWorker(NixlBaseConnectorWorker):
     """What both directions share: lease words, early release, checked notices."""
+
+    nixl_wrapper: Any
+    xfer_handshake_metadata: Any
 
     def __init__(self, vllm_config: "VllmConfig", engine_id: str, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
@@ -175,9 +186,8 @@ class _KvdeltaWorker(NixlBaseConnectorWorker):
             )
             low, high = int(array.min()), int(array.max())
             if low < 0 or high >= blocks // ratio:
-                raise BadBlocksError(
-                    f"block ids {low} to {high} of group {group} are not among the {blocks // ratio} blocks of {engine_id}"
-                )
+                known = f"the {blocks // ratio} blocks of {engine_id}"
+                raise BadBlocksError(f"block ids {low} to {high} of group {group} are not among {known}")
 
 
 class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):
@@ -432,7 +442,7 @@ class KvdeltaPullWorker(_KvdeltaWorker, NixlPullConnectorWorker):
                 if self.nixl_wrapper.check_xfer_state(read.handle) == "PROC":
                     kept.append(read)
                     continue
-            except Exception:  # noqa: BLE001
+            except Exception:
                 logger.debug("The read of a lease word is over with an error.", exc_info=True)
             try:
                 self.nixl_wrapper.release_xfer_handle(read.handle)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real workers with real NIXL agents over CPU tensors, without a model: what the worker tests are made of."""
 
+import gc
 import json
 import os
 import socket
@@ -8,9 +9,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ MODEL = {
 }
 
 
-@cache
+@lru_cache
 def model_folder() -> Path:
     """The folder of the model's configuration, whose name is part of what workers compare in a handshake."""
     folder = Path(tempfile.gettempdir()) / f"kvdelta-test-model-{os.getuid()}"
@@ -87,7 +87,7 @@ class Worker:
                 kv_role="kv_both",
                 kv_buffer_device="cpu",
                 engine_id=self.engine_id,
-                kv_connector_extra_config=extra or {},
+                kv_connector_extra_config={"num_threads": 1, **(extra or {})},
             ),
         )
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -106,14 +106,12 @@ class Worker:
         base_worker.get_tensor_model_parallel_world_size = lambda: ranks
         try:
             with set_current_vllm_config(config):
-                self.half = worker_class(config, self.engine_id, caches)
+                self.half: Any = worker_class(config, self.engine_id, caches)
         finally:
             base_worker.get_tensor_model_parallel_rank, base_worker.get_tensor_model_parallel_world_size = kept
             # A worker takes one core for itself.
             os.sched_setaffinity(0, cores)
-        self.caches = {
-            name: torch.zeros(BLOCKS, heads, BLOCK, 2 * HEAD_SIZE, dtype=torch.float32) for name in names
-        }
+        self.caches = {name: torch.zeros(BLOCKS, heads, BLOCK, 2 * HEAD_SIZE, dtype=torch.float32) for name in names}
         self.half.register_kv_caches(self.caches)
         self._stop = threading.Event()
         self.payload = self.half.xfer_handshake_metadata
@@ -147,7 +145,14 @@ class Worker:
     def close(self) -> None:
         """End the worker."""
         self._stop.set()
+        if self.half is None:
+            return
+        # Upstream's shutdown does not wait, and a handshake that goes on meanwhile frees twice what NIXL holds.
+        self.half._handshake_initiation_executor.shutdown(wait=True)
         self.half.shutdown()
+        self.half = None
+        # Agents poll for as long as they live.
+        gc.collect()
 
 
 class Results:
@@ -203,7 +208,9 @@ class Side:
         self.next.add_new_req_to_recv(request, own, params, (), awaiting_kvs=parked)
 
 
-def run(sides: list[Side], until: Callable[[], bool], seconds: float = float(os.environ.get("KVDELTA_TEST_SECONDS", "60"))) -> None:
+def run(
+    sides: list[Side], until: Callable[[], bool], seconds: float = float(os.environ.get("KVDELTA_TEST_SECONDS", "60"))
+) -> None:
     """Step all workers until something is so; the limit only ends a test that hangs."""
     end = time.monotonic() + seconds
     while not until():
@@ -213,11 +220,12 @@ def run(sides: list[Side], until: Callable[[], bool], seconds: float = float(os.
         time.sleep(0.001)
 
 
-@contextmanager
-def workers(*made: Worker) -> Iterator[None]:
-    """End workers afterwards."""
-    try:
-        yield
-    finally:
-        for worker in made:
-            worker.close()
+def tensor_parallel(worker_class: type, metadata_class: type, ranks: int) -> list[Side]:
+    """Make the ranks of one engine, behind one side channel."""
+    first = Worker(worker_class, ranks=ranks, serve=False)
+    made = [first] + [
+        Worker(worker_class, rank=rank, ranks=ranks, engine_id=first.engine_id, port=first.port, serve=False)
+        for rank in range(1, ranks)
+    ]
+    first.serve({(0, rank): worker.payload for rank, worker in enumerate(made)})
+    return [Side(worker, metadata_class) for worker in made]

@@ -10,22 +10,23 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvdelta_vllm.metadata import KvdeltaConnectorMetadata, KvdeltaHandshakePayload, Lease, LeaseWord
-from kvdelta_vllm.worker import KvdeltaPullWorker
-from nixl_pair import BLOCKS, Side, Worker, free_port, run
+from nixl_pair import BLOCKS, Side, Worker, free_port, run, tensor_parallel
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+from kvdelta_vllm.metadata import KvdeltaConnectorMetadata, KvdeltaHandshakePayload, Lease, LeaseWord
+from kvdelta_vllm.worker import KvdeltaPullWorker
 
 NAMES = itertools.count()
 SLOTS = itertools.count(1)
 
 
-def ours(**options: Any) -> Side:  # noqa: ANN401
+def ours(**options: Any) -> Side:
     """Make one of our workers."""
     return Side(Worker(KvdeltaPullWorker, **options), KvdeltaConnectorMetadata)
 
 
-def stock(**options: Any) -> Side:  # noqa: ANN401
+def stock(**options: Any) -> Side:
     """Make one of upstream's workers."""
     return Side(Worker(NixlPullConnectorWorker, **options), NixlConnectorMetadata)
 
@@ -151,7 +152,7 @@ def test_only_the_paired_blocks_are_read_and_the_word_is_cleared_after(pair: Pai
     assert pair.words(lease) == [0]
 
 
-def test_the_prefill_worker_keeps_its_blocks_until_the_word_was_read(pair: Pair, monkeypatch: Any) -> None:  # noqa: ANN401
+def test_the_prefill_worker_keeps_its_blocks_until_the_word_was_read(pair: Pair, monkeypatch: Any) -> None:
     p, d = names()
     lease = pair.offer(p)
     half = pair.decode.worker.half
@@ -166,7 +167,7 @@ def test_the_prefill_worker_keeps_its_blocks_until_the_word_was_read(pair: Pair,
     pair.run(lambda: d in pair.decode.results.received and pair.sent(p) == [1])
 
 
-def test_what_was_overwritten_between_read_and_check_is_not_used(pair: Pair, monkeypatch: Any) -> None:  # noqa: ANN401
+def test_what_was_overwritten_between_read_and_check_is_not_used(pair: Pair, monkeypatch: Any) -> None:
     p, d = names()
     lease = pair.offer(p, seconds=5.0)
     half = pair.decode.worker.half
@@ -251,7 +252,7 @@ def test_an_id_that_the_prefill_worker_does_not_know_fails(pair: Pair) -> None:
     assert pair.sent(p) == [0]
 
 
-BAD_OFFERS: dict[str, tuple[list[Any], dict[str, Any]]] = {
+BAD_OFFERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "behind the pool": ([[4, BLOCKS]], {}),
     "negative": ([[4, -1]], {}),
     "not a number": ([[4, "5"]], {}),
@@ -358,11 +359,11 @@ def test_an_aborted_prompt_clears_its_word_and_keeps_that_of_the_next_in_its_slo
 class Faulty:
     """A NIXL agent of which one method is replaced."""
 
-    def __init__(self, agent: Any, name: str, method: Callable[..., Any]) -> None:  # noqa: ANN401
+    def __init__(self, agent: Any, name: str, method: Callable[..., Any]) -> None:
         self._agent = agent
         setattr(self, name, method)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
 
 
@@ -372,7 +373,9 @@ def _raise(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("method", ["make_prepped_xfer", "transfer"])
 def test_a_read_that_cannot_start_fails_and_the_prefill_worker_is_told(
-    pair: Pair, monkeypatch: Any, method: str  # noqa: ANN401
+    pair: Pair,
+    monkeypatch: Any,
+    method: str,
 ) -> None:
     p, d = names()
     lease = pair.offer(p)
@@ -384,7 +387,7 @@ def test_a_read_that_cannot_start_fails_and_the_prefill_worker_is_told(
     assert d in pair.decode.results.failed
 
 
-def test_a_read_that_fails_on_the_way_fails_its_request(pair: Pair, monkeypatch: Any) -> None:  # noqa: ANN401
+def test_a_read_that_fails_on_the_way_fails_its_request(pair: Pair, monkeypatch: Any) -> None:
     p, d = names()
     lease = pair.offer(p)
     half = pair.decode.worker.half
@@ -405,13 +408,13 @@ def test_a_lease_word_that_is_nowhere_fails_the_request(pair: Pair, address: int
 
 
 @pytest.mark.parametrize("method", ["initialize_xfer", "check_xfer_state"])
-def test_a_check_that_fails_fails_the_request(pair: Pair, monkeypatch: Any, method: str) -> None:  # noqa: ANN401
+def test_a_check_that_fails_fails_the_request(pair: Pair, monkeypatch: Any, method: str) -> None:
     p, d = names()
     lease = pair.offer(p)
     half = pair.decode.worker.half
     agent = half.nixl_wrapper
 
-    def failing(handle: Any, *rest: Any) -> Any:  # noqa: ANN401
+    def failing(handle: Any, *rest: Any) -> Any:
         if method == "check_xfer_state" and handle in {h for hs in half._recving_transfers.values() for h in hs}:
             return agent.check_xfer_state(handle)
         return _raise(handle, *rest)
@@ -423,14 +426,14 @@ def test_a_check_that_fails_fails_the_request(pair: Pair, monkeypatch: Any, meth
     assert d in pair.decode.results.failed
 
 
-def test_a_check_without_an_answer_ends_at_its_limit(pair: Pair, monkeypatch: Any) -> None:  # noqa: ANN401
+def test_a_check_without_an_answer_ends_at_its_limit(pair: Pair, monkeypatch: Any) -> None:
     p, d = names()
     lease = pair.offer(p)
     half = pair.decode.worker.half
     agent = half.nixl_wrapper
     now = 1000.0
 
-    def silent(handle: Any) -> Any:  # noqa: ANN401
+    def silent(handle: Any) -> Any:
         if handle in {h for hs in half._recving_transfers.values() for h in hs}:
             return agent.check_xfer_state(handle)
         return "PROC"
@@ -452,7 +455,7 @@ def test_a_check_without_an_answer_ends_at_its_limit(pair: Pair, monkeypatch: An
     pair.run(lambda: pair.sent(p) == [1])
 
 
-def test_more_checks_than_words_wait_for_one_another(pair: Pair, monkeypatch: Any) -> None:  # noqa: ANN401
+def test_more_checks_than_words_wait_for_one_another(pair: Pair, monkeypatch: Any) -> None:
     landing = pair.decode.worker.half._landing
     monkeypatch.setattr(landing, "_free", landing._free[:2])
     monkeypatch.setattr(type(landing), "__len__", lambda _: len(landing.table))
@@ -466,7 +469,21 @@ def test_more_checks_than_words_wait_for_one_another(pair: Pair, monkeypatch: An
 
 @pytest.mark.parametrize(
     "notice",
-    [b"", b":", b"p", b"p:", b"p:x", b"p:-1", b"p:0", b"p:99999999999", b"\xff\xfe:1", b":1", b"HB:", b"HB:,,", b"PUSH_REG:"],
+    [
+        b"",
+        b":",
+        b"p",
+        b"p:",
+        b"p:x",
+        b"p:-1",
+        b"p:0",
+        b"p:99999999999",
+        b"\xff\xfe:1",
+        b":1",
+        b"HB:",
+        b"HB:,,",
+        b"PUSH_REG:",
+    ],
 )
 def test_no_notice_ends_the_engine(pair: Pair, notice: bytes) -> None:
     p, d = names()
@@ -598,7 +615,7 @@ def test_a_prefill_worker_that_dies_after_half_fails_the_other_half() -> None:
     process.start()
     decode = ours()
     try:
-        assert here.poll(300)
+        assert here.poll(600)
         engine_id, port, table = here.recv()
 
         def fetch(request: int) -> None:
@@ -615,13 +632,13 @@ def test_a_prefill_worker_that_dies_after_half_fails_the_other_half() -> None:
 
         for request in range(4):
             fetch(request)
-        run([decode], lambda: len(decode.results.received) == 4)  # noqa: PLR2004
+        run([decode], lambda: len(decode.results.received) == 4)
         assert all(decode.worker.holds(8 + request, 7.0, 4) for request in range(4))
         process.kill()
         process.join()
         for request in range(4, 8):
             fetch(request)
-        run([decode], lambda: len(decode.results.failed) == 4, seconds=240.0)  # noqa: PLR2004
+        run([decode], lambda: len(decode.results.failed) == 4, seconds=240.0)
         assert sorted(decode.results.failed) == [f"r-{request}" for request in range(4, 8)]
         assert not decode.worker.half._recving_metadata
     finally:
@@ -629,20 +646,12 @@ def test_a_prefill_worker_that_dies_after_half_fails_the_other_half() -> None:
         decode.worker.close()
 
 
-def tensor_parallel(worker_class: type, ranks: int) -> list[Side]:
-    """Make the ranks of one engine, behind one side channel."""
-    first = Worker(worker_class, ranks=ranks, serve=False)
-    made = [first] + [
-        Worker(worker_class, rank=rank, ranks=ranks, engine_id=first.engine_id, port=first.port, serve=False)
-        for rank in range(1, ranks)
-    ]
-    first.serve({(0, rank): worker.payload for rank, worker in enumerate(made)})
-    return [Side(worker, KvdeltaConnectorMetadata) for worker in made]
-
-
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 1), (1, 2), (2, 2)])
 def test_each_rank_reads_checks_and_tells_its_own(prefill_ranks: int, decode_ranks: int) -> None:
-    pair = Pair(tensor_parallel(KvdeltaPullWorker, prefill_ranks), tensor_parallel(KvdeltaPullWorker, decode_ranks))
+    pair = Pair(
+        tensor_parallel(KvdeltaPullWorker, KvdeltaConnectorMetadata, prefill_ranks),
+        tensor_parallel(KvdeltaPullWorker, KvdeltaConnectorMetadata, decode_ranks),
+    )
     try:
         (p, d), (full_p, full_d), (bad_p, bad_d) = names(), names(), names()
         for rank, side in enumerate(pair.prefills):
@@ -657,16 +666,21 @@ def test_each_rank_reads_checks_and_tells_its_own(prefill_ranks: int, decode_ran
         for side in pair.decodes:
             side.fetch(full_d, (), pair.prefill.params(full_p, [[4]], **changes), parked=False)
         pair.run(
-            lambda: all(d in side.results.received for side in pair.decodes)
-            and pair.sent(p) == pair.sent(full_p) == [1] * prefill_ranks
+            lambda: (
+                all(d in side.results.received for side in pair.decodes)
+                and pair.sent(p) == pair.sent(full_p) == [1] * prefill_ranks
+            )
         )
         assert pair.words(lease) == [0] * prefill_ranks
         heads = [
-            cache[10, head] for side in pair.decodes for cache in side.worker.caches.values() for head in range(cache.shape[1])
+            cache[10, head]
+            for side in pair.decodes
+            for cache in side.worker.caches.values()
+            for head in range(cache.shape[1])
         ]
         assert sorted({float(head.mean()) // 100 for head in heads}) == [0.0, 1.0]
         if decode_ranks == 1:
-            assert all(bool((cache[10, 1] > 100).all()) for cache in pair.decode.worker.caches.values())  # noqa: PLR2004
+            assert all(bool((cache[10, 1] > 100).all()) for cache in pair.decode.worker.caches.values())
         # One rank has given its blocks away.
         pair.prefills[-1].worker.half._reqs_to_send[bad_p] = 0.0
         pair.prefills[-1].step()
@@ -681,7 +695,10 @@ def test_each_rank_reads_checks_and_tells_its_own(prefill_ranks: int, decode_ran
 
 
 def test_a_release_is_reported_by_each_rank_once_whatever_it_heard_before() -> None:
-    pair = Pair(tensor_parallel(KvdeltaPullWorker, 2), tensor_parallel(KvdeltaPullWorker, 2))
+    pair = Pair(
+        tensor_parallel(KvdeltaPullWorker, KvdeltaConnectorMetadata, 2),
+        tensor_parallel(KvdeltaPullWorker, KvdeltaConnectorMetadata, 2),
+    )
     try:
         p, d = names()
         pair.offer(p)
@@ -699,7 +716,7 @@ def test_a_release_is_reported_by_each_rank_once_whatever_it_heard_before() -> N
         pair.close()
 
 
-def test_only_what_is_listed_is_staged(pair: Pair, monkeypatch: Any) -> None:  # noqa: ANN401
+def test_only_what_is_listed_is_staged(pair: Pair, monkeypatch: Any) -> None:
     copies: list[tuple[list[int], str]] = []
     for side in (pair.prefill, pair.decode):
         half = side.worker.half

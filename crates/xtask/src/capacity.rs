@@ -20,11 +20,11 @@ use crate::chart::{Chart, Panel, Row};
 use crate::client::Client;
 use crate::demo::{FINISHED, positive};
 use crate::fleet::{Fleet, MODEL};
-use crate::interrupt;
-use crate::links::{
+use crate::grid::{
     EVENTS_TIME, PROMPT_BLOCKS, SEEDS_AT_ONCE, Setups, prefixed, send, share, skipped_blocks,
     warm_up, write,
 };
+use crate::interrupt;
 use crate::progress::{Step, say};
 use crate::report::{Routing, Spread, put_between};
 

@@ -237,7 +237,12 @@ impl Standing {
                     .reduce(|sum, value| sum + value)?;
                 Some((*count, sum))
             });
-        Self(numbers.collect())
+        let mut numbers: BTreeMap<Count, f64> = numbers.collect();
+        // It is counted by reason, so there is no series before the first one.
+        if numbers.contains_key(&Count::Claims) {
+            numbers.entry(Count::VoidClaims).or_insert(0.0);
+        }
+        Self(numbers)
     }
 
     /// What was counted since `before`. A counter that was not there yet counted nothing until then.
@@ -273,6 +278,7 @@ mod tests {
             (Count::RefusedClaims, Some(2)),
             (Count::FullHits, Some(4)),
             (Count::Claims, None),
+            (Count::VoidClaims, None),
             (Count::StaleClaims, None),
         ];
         for (count, number) in expected {
@@ -282,6 +288,13 @@ mod tests {
             serde_json::to_string(&counts).unwrap(),
             r#"{"skipped_claims":0,"refused_claims":2,"full_hits":4}"#
         );
+    }
+
+    #[test]
+    fn a_router_that_makes_claims_has_no_void_one_until_it_says_so() {
+        let frontend = "dynamo_component_router_decode_claims_total{worker_type=\"decode\"} 3\n";
+        let standing = Standing::of(&[frontend.to_owned()], &[], &[]);
+        assert_eq!(standing.since(&standing).get(Count::VoidClaims), Some(0));
     }
 
     #[test]

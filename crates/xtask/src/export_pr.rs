@@ -880,6 +880,24 @@ mod tests {
     }
 
     #[test]
+    fn the_transfer_crate_comes_with_phase_3_and_stands_on_crates_that_are_there() {
+        let before = new_crates(&project_root(), Phase::TwoB).unwrap();
+        let after = new_crates(&project_root(), Phase::Three).unwrap();
+        let [new] = &after[before.len()..] else {
+            panic!("{} crates come with phase 3", after.len() - before.len());
+        };
+        assert_eq!((new.name, new.phase), ("kvdelta-transfer", Phase::Three));
+        let manifest = &new.files[Path::new("lib/kvdelta-transfer/Cargo.toml")];
+        let manifest: toml::Table = toml::from_str(str::from_utf8(manifest).unwrap()).unwrap();
+        for table in ["dependencies", "dev-dependencies"] {
+            let dependencies = manifest[table].as_table().unwrap().keys();
+            for own in dependencies.filter(|name| name.starts_with("kvdelta-")) {
+                assert!(before.iter().any(|there| there.name == own), "{own}");
+            }
+        }
+    }
+
+    #[test]
     fn every_patch_of_the_series_has_the_text_of_a_pull_request() {
         for (index, name) in patch::series().unwrap().iter().enumerate() {
             let header = Header::parse(&patch::text(name).unwrap());

@@ -7,47 +7,34 @@ use std::fmt::{self, Write as _};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
-use futures_util::stream::{self, StreamExt, TryStreamExt};
 use serde::{Deserialize, Serialize};
 
 use crate::cache::{Cache, project_root};
 use crate::chart::{Chart, Panel, Row};
-use crate::client::{Answer, Client};
-use crate::demo::{FINISHED, Model, positive};
-use crate::env;
-use crate::fleet::{BLOCK_SIZE, Connector, EngineSetup, Fleet, MODEL, Parts, Workers};
-use crate::frontend;
+use crate::client::Client;
+use crate::demo::positive;
+use crate::fleet::{BLOCK_SIZE, Fleet, MODEL};
+use crate::grid::{
+    EVENTS_TIME, PROMPT_BLOCKS, SEEDS_AT_ONCE, Setups, prefixed, send, share, skipped_blocks,
+    warm_up, write,
+};
 use crate::interrupt;
 use crate::namespace::{self, Link, Rate};
 use crate::progress::{Step, say};
 use crate::report::{Routing, Spread, put_between};
-use crate::wheel;
-use crate::workers;
 
-/// Blocks of a prompt, all whole.
-pub(crate) const PROMPT_BLOCKS: usize = 64;
-/// Blocks of it that one decode worker holds.
+/// Blocks of a prompt that one decode worker holds.
 const CACHED_BLOCKS: [usize; 4] = [0, 32, 56, 63];
 const DECODE_WORKERS: usize = 2;
 const OUTPUT_TOKENS: usize = 8;
-/// Requests in flight while prefixes are brought to the decode workers.
-pub(crate) const SEEDS_AT_ONCE: usize = 4;
-/// Until the router has the events of the last prefix.
-pub(crate) const EVENTS_TIME: Duration = Duration::from_millis(700);
-/// The connector's counters are brought up to date every few seconds.
-pub(crate) const COUNTED_TIME: Duration = Duration::from_secs(12);
-const WARM_UPS: usize = 10;
 /// What a plain TCP stream carries to tell the rate that the link holds.
 const STREAM_BYTES: usize = 8 << 20;
 /// As of test programs that are skipped.
 const SKIPPED: u8 = 77;
 const COMMAND: &str = "cargo xtask bench links --markdown";
-/// Blocks that kvdelta's connector did not offer, on a prefill worker.
-pub(crate) const SKIPPED_BLOCKS: &str = "vllm:kvdelta_skipped_blocks_total";
 
 /// Options of `cargo xtask bench links`.
 #[derive(Debug, Args)]
@@ -237,73 +224,6 @@ fn keys(rates: &[Rate], concurrency: &[usize], ways: &[Way]) -> Vec<Key> {
     keys
 }
 
-pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// What the fleets of all ways are made of.
-#[derive(Debug)]
-pub(crate) struct Setups {
-    python: PathBuf,
-    folder: PathBuf,
-    frontend: PathBuf,
-    patched: Workers,
-    kvdelta: Option<Connector>,
-    pub(crate) model: Model,
-}
-
-impl Setups {
-    /// Makes what is missing; kvdelta's connector only if it is wanted.
-    pub(crate) fn prepare(cache: &Cache, connector: bool) -> Result<Self> {
-        let python = env::engines(cache)?;
-        let folder = env::model(cache, &python)?;
-        Ok(Self {
-            model: Model::read(&folder)?,
-            folder,
-            frontend: frontend::build(cache, frontend::Profile::Dev)?,
-            patched: Workers::Patched(workers::overlay(cache, &python)?.context(workers::NONE)?),
-            kvdelta: connector
-                .then(|| {
-                    wheel::overlay(cache).map(|overlay| Connector::Kvdelta {
-                        overlay,
-                        settings: serde_json::Map::new(),
-                    })
-                })
-                .transpose()?,
-            python,
-        })
-    }
-
-    /// The installed workers of Dynamo, or the patched ones.
-    pub(crate) fn parts(&self, patched: bool, engines: EngineSetup) -> Parts {
-        Parts {
-            python: self.python.clone(),
-            model: self.folder.clone(),
-            frontend: self.frontend.clone(),
-            workers: if patched {
-                self.patched.clone()
-            } else {
-                Workers::Stock
-            },
-            engines,
-        }
-    }
-
-    /// kvdelta's connector on both sides, or vLLM's.
-    pub(crate) fn engines(&self, kvdelta: bool) -> Result<EngineSetup> {
-        let mut engines = EngineSetup::default();
-        if kvdelta {
-            let connector = self
-                .kvdelta
-                .as_ref()
-                .context("the connector was not made")?;
-            engines.prefill = connector.clone();
-            engines.decode = connector.clone();
-        }
-        Ok(engines)
-    }
-}
-
 async fn measure(
     setups: &Setups,
     folder: &Path,
@@ -415,64 +335,6 @@ async fn measure_way(
     Ok(cells)
 }
 
-/// Blocks that the connector has skipped on the prefill workers; none is an error, since then nothing of it
-/// was measured.
-pub(crate) async fn skipped_blocks(client: &Client, fleet: &Fleet) -> Result<f64> {
-    tokio::time::sleep(COUNTED_TIME).await;
-    let mut skipped = 0.0;
-    for base in fleet.prefill_bases() {
-        skipped += client.metric(base, SKIPPED_BLOCKS).await?.unwrap_or(0.0);
-    }
-    ensure!(
-        skipped > 0.0,
-        "kvdelta's connector skipped no block: no claim reached it"
-    );
-    say(format!("kvdelta's connector skipped {skipped} blocks"));
-    Ok(skipped)
-}
-
-/// Sends prompts that nobody holds until every decode worker has had one: the first one of a pair of workers
-/// makes their connections.
-pub(crate) async fn warm_up(client: &Client, fleet: &mut Fleet, vocabulary: u32) -> Result<()> {
-    let step = Step::begin("warm-up");
-    let base = fleet.base()?.to_owned();
-    let mut random = fastrand::Rng::with_seed(u64::MAX);
-    for _ in 0..WARM_UPS {
-        let prompts: Vec<Vec<u32>> = (0..SEEDS_AT_ONCE)
-            .map(|_| draw(&mut random, PROMPT_BLOCKS * BLOCK_SIZE, vocabulary))
-            .collect();
-        send(client, &base, &prompts, SEEDS_AT_ONCE, OUTPUT_TOKENS).await?;
-        fleet.check()?;
-        let finished = fleet.decode_counters(FINISHED).await?;
-        if finished
-            .iter()
-            .all(|count| count.is_some_and(|count| count > 0.0))
-        {
-            step.end();
-            return Ok(());
-        }
-    }
-    anyhow::bail!(
-        "a decode worker got none of {} requests",
-        WARM_UPS * SEEDS_AT_ONCE
-    )
-}
-
-/// The answers in the order in which they end, `at_once` in flight all the time.
-pub(crate) async fn send(
-    client: &Client,
-    base: &str,
-    prompts: &[Vec<u32>],
-    at_once: usize,
-    output_tokens: usize,
-) -> Result<Vec<Answer>> {
-    stream::iter(prompts)
-        .map(|prompt| client.complete(base, prompt, output_tokens))
-        .buffer_unordered(at_once)
-        .try_collect()
-        .await
-}
-
 /// The prompts that bring a cell's prefixes to the decode workers, and those that are measured. The same in all ways.
 fn prompts(key: &Key, setting: &Setting, vocabulary: u32) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
     let rate = match key.rate {
@@ -482,47 +344,6 @@ fn prompts(key: &Key, setting: &Setting, vocabulary: u32) -> (Vec<Vec<u32>>, Vec
     let cell = rate << 32 | (key.concurrency as u64) << 16 | key.cached_blocks as u64;
     let mut random = fastrand::Rng::with_seed(setting.seed.rotate_left(48) ^ cell);
     prefixed(&mut random, setting.requests, key.cached_blocks, vocabulary)
-}
-
-/// `count` prompts of [`PROMPT_BLOCKS`] whose first blocks nobody else has, and before them prompts that have these
-/// and one token more.
-pub(crate) fn prefixed(
-    random: &mut fastrand::Rng,
-    count: usize,
-    cached_blocks: usize,
-    vocabulary: u32,
-) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
-    let (mut seeds, mut prompts) = (Vec::new(), Vec::new());
-    for _ in 0..count {
-        let prefix = draw(random, cached_blocks * BLOCK_SIZE, vocabulary);
-        let rest = (PROMPT_BLOCKS - cached_blocks) * BLOCK_SIZE;
-        if cached_blocks > 0 {
-            seeds.push([prefix.clone(), draw(random, 1, vocabulary)].concat());
-        }
-        prompts.push([prefix, draw(random, rest, vocabulary)].concat());
-    }
-    (seeds, prompts)
-}
-
-fn draw(random: &mut fastrand::Rng, count: usize, vocabulary: u32) -> Vec<u32> {
-    (0..count)
-        .map(|_| random.u32(crate::workload::FIRST_WORD..vocabulary))
-        .collect()
-}
-
-/// The share of a prompt that so many blocks are.
-pub(crate) fn share(blocks: usize) -> String {
-    match blocks {
-        0 => "none".to_owned(),
-        blocks if blocks + 1 == PROMPT_BLOCKS => "all but one block".to_owned(),
-        blocks => {
-            let (mut part, mut whole) = (blocks, PROMPT_BLOCKS);
-            while part.is_multiple_of(2) && whole.is_multiple_of(2) {
-                (part, whole) = (part / 2, whole / 2);
-            }
-            format!("{part}/{whole}")
-        }
-    }
 }
 
 impl Cell {
@@ -689,132 +510,4 @@ fn head(out: &mut String, figures: usize, ways: &[Way]) {
 }
 
 #[cfg(test)]
-mod tests {
-    use clap::Parser;
-
-    use super::*;
-
-    #[derive(Debug, Parser)]
-    struct Command {
-        #[command(flatten)]
-        options: Options,
-    }
-
-    fn parse(arguments: &[&str]) -> Result<Options, clap::Error> {
-        let words = std::iter::once(&"links").chain(arguments);
-        Ok(Command::try_parse_from(words)?.options)
-    }
-
-    fn report() -> Report {
-        let options = parse(&["--rates", "unshaped,50", "--concurrency", "4"]).unwrap();
-        let mut cells: Vec<Cell> = keys(&options.rates, &[4], &options.ways)
-            .into_iter()
-            .map(|key| Cell {
-                key,
-                ttft_ms: vec![10.0 + key.cached_blocks as f64, 30.0, 20.0],
-                link_bytes: 3_000_000,
-            })
-            .collect();
-        cells.sort_by_key(|cell| cell.key);
-        Report {
-            setting: Setting {
-                prompt_blocks: PROMPT_BLOCKS,
-                block_size: BLOCK_SIZE,
-                block_bytes: 131_072,
-                decode_workers: DECODE_WORKERS,
-                output_tokens: OUTPUT_TOKENS,
-                requests: 3,
-                weight: 2.0,
-                seed: 1,
-            },
-            streams: vec![("50".parse().unwrap(), 47.1)],
-            cells,
-        }
-    }
-
-    #[test]
-    fn the_whole_grid_is_asked_for_by_default() {
-        let options = parse(&[]).unwrap();
-        let keys = keys(&options.rates, &[1, 4], &options.ways);
-        assert_eq!(keys.len(), 4 * 4 * 2 * 4);
-        assert!(parse(&["--rates", "0"]).is_err());
-        assert!(parse(&["--quick", "--requests", "3"]).is_err());
-        assert!(parse(&["--resume"]).is_err());
-    }
-
-    #[test]
-    fn a_prompt_begins_with_what_was_sent_before_and_no_other_does() {
-        let report = report();
-        for cell in report
-            .cells
-            .iter()
-            .filter(|cell| cell.key.way == Way::Router)
-        {
-            let (seeds, prompts) = prompts(&cell.key, &report.setting, 4096);
-            let cached = cell.key.cached_blocks * BLOCK_SIZE;
-            assert_eq!(seeds.len(), if cached == 0 { 0 } else { 3 });
-            for (seed, prompt) in seeds.iter().zip(&prompts) {
-                assert_eq!(seed[..cached], prompt[..cached]);
-                assert_eq!(seed.len(), cached + 1);
-            }
-            assert!(prompts.iter().all(|prompt| prompt.len() == 2048));
-            assert_ne!(prompts[0][..BLOCK_SIZE], prompts[1][..BLOCK_SIZE]);
-        }
-    }
-
-    #[test]
-    fn every_way_gets_the_same_prompts() {
-        let report = report();
-        let of = |way| {
-            let key = Key {
-                way,
-                ..report.cells[0].key
-            };
-            prompts(&key, &report.setting, 4096)
-        };
-        assert_eq!(of(Way::Unpatched), of(Way::Connector));
-    }
-
-    #[test]
-    fn shares_are_named() {
-        assert_eq!(
-            CACHED_BLOCKS.map(share),
-            ["none", "1/2", "7/8", "all but one block"]
-        );
-    }
-
-    #[test]
-    fn the_tables_have_a_row_a_cell_and_the_chart_a_point() {
-        let report = report();
-        let tables = report.tables();
-        assert!(
-            tables.contains("| 50 Mbit/s | 4 | 7/8 | 30 (30..66) |"),
-            "{tables}"
-        );
-        assert!(
-            tables.contains("| 4 | none | 1.00 | 1.00 | 1.00 | 1.00 |"),
-            "{tables}"
-        );
-        let (slow, fast) = (tables.find("| 50 Mbit/s"), tables.find("| unshaped"));
-        assert!(slow < fast, "{tables}");
-        let svg = report.chart().svg().unwrap();
-        assert_eq!(svg.matches("<circle").count(), 4 + 2 * 4 * 4);
-    }
-
-    #[test]
-    fn a_file_of_other_settings_is_not_added_to() {
-        let report = report();
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("links.json");
-        fs::write(&path, serde_json::to_string(&report).unwrap()).unwrap();
-        let read = Report::read(&path, &report.setting).unwrap();
-        assert_eq!(read.cells.len(), report.cells.len());
-        assert_eq!(read.cells[5].key, report.cells[5].key);
-        let other = Setting {
-            requests: 4,
-            ..report.setting
-        };
-        let error = Report::read(&path, &other).unwrap_err().to_string();
-        assert!(error.contains("other settings"), "{error}");
-    }
-}
+mod tests;

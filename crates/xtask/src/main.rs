@@ -17,6 +17,7 @@ mod export_pr;
 mod faults;
 mod fleet;
 mod frontend;
+mod grid;
 mod interrupt;
 mod links;
 mod live_claims;

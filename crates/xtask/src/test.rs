@@ -153,7 +153,7 @@ const PARTS: [Part; 18] = [
         run: faults::check_release,
     },
     Part {
-        name: "real engines",
+        name: "the main job on real engines",
         heavy: true,
         run: engines,
     },

@@ -210,9 +210,12 @@ impl Legs {
             }
         }
         let tokens = workload::tokens(&text).map_err(LegError::Answer)?;
-        // vLLM says nothing of an error before the first token of a stream: it just ends.
-        if tokens.is_empty() {
-            return Err(LegError::Stream("it ended without a token".to_owned()));
+        // A stream may end like one that is done where the engine failed the request.
+        let wanted = ask.output_tokens;
+        if tokens.is_empty() || (most == usize::MAX && tokens.len() != wanted) {
+            let found = tokens.len();
+            return Err(LegError::Stream(format!("{found} of {wanted} tokens")));
+        }
         }
         Ok(tokens)
     }

@@ -16,3 +16,4 @@ mod query;
 mod races;
 mod saying;
 mod scene;
+mod stale;

@@ -106,6 +106,12 @@ async fn lose(trace: &Trace, lost: Lost, offer: Offer, migrations: u32) -> Resul
             second.claim().is_none(),
             "the second prefill has a claim, too"
         );
+        // The lost worker may have got the offer that is taken back, or nobody.
+        ensure!(
+            second
+                .release()
+                .is_some_and(|id| id.starts_with("prefill 0 for "))
+        );
         ensure!(second.request["token_ids"] == leg.request["token_ids"]);
         ensure!(second.id == leg.id, "another request");
     }

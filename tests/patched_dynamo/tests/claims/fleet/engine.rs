@@ -84,10 +84,22 @@ impl Received {
 
     /// The claim that what the prefill worker handed over was cut for.
     pub(crate) fn cut_for(&self) -> Option<&str> {
-        let id = self
-            .offer()?
-            .pointer("/kv_transfer_params/kvdelta/claim_id")?;
-        id.as_str()
+        self.cut_offer("claim_id")
+    }
+
+    /// By which id the prefill worker knows what it cut.
+    pub(crate) fn cut_offer_id(&self) -> Option<&str> {
+        self.cut_offer("params/remote_request_id")
+    }
+
+    fn cut_offer(&self, field: &str) -> Option<&str> {
+        let pointer = format!("/kv_transfer_params/kvdelta/{field}");
+        self.offer()?.pointer(&pointer)?.as_str()
+    }
+
+    /// The offer of another request that it takes back.
+    pub(crate) fn release(&self) -> Option<&str> {
+        self.request.get("release_offer")?.as_str()
     }
 }
 
@@ -109,20 +121,42 @@ impl State {
         next.unwrap_or_else(|| lock(&self.always).clone())
     }
 
-    fn output(&self, step: &Step, cut_for: Option<&str>) -> LLMEngineOutput {
-        let offer = || match cut_for {
+    /// `claim_id` is of the claim that prefill cuts its offer for, or has cut it for.
+    fn output(&self, step: &Step, claim_id: Option<&str>) -> LLMEngineOutput {
+        let offer = || match claim_id {
             Some(id) => json!({
                 "from": self.name,
-                "kv_transfer_params": {"kvdelta": {"version": 1, "claim_id": id}},
+                "kv_transfer_params": {"kvdelta": {
+                    "version": 1,
+                    "claim_id": id,
+                    "params": {"remote_request_id": format!("{} for {id}", self.name)},
+                }},
             }),
             None => json!({ "from": self.name }),
         };
+        let report = |recovered: &str| {
+            json!({"kv_transfer_params": {"kvdelta": {"stale_claim": {
+                "version": 1, "claim_id": claim_id, "said_blocks": 16, "had_blocks": 4,
+                "reason": "stale", "recovered": recovered,
+            }}}})
+        };
         let is_handover = self.is_prefill() && matches!(step, Step::Finish);
         LLMEngineOutput {
-            token_ids: vec![10],
+            token_ids: match step {
+                Step::Stale | Step::Fail => Vec::new(),
+                _ => vec![10],
+            },
             finish_reason: match step {
-                Step::Finish => Some(FinishReason::Length),
+                Step::Finish | Step::Recomputed => Some(FinishReason::Length),
                 Step::End => Some(FinishReason::EoS),
+                Step::Stale | Step::Fail => {
+                    Some(FinishReason::Error(format!("{} failed", self.name)))
+                }
+                _ => None,
+            },
+            engine_data: match step {
+                Step::Stale => Some(report("ask_again")),
+                Step::Recomputed => Some(report("recompute")),
                 _ => None,
             },
             disaggregated_params: is_handover.then(offer),
@@ -159,14 +193,20 @@ impl AsyncEngine<SingleIn<Loose>, ManyOut<Annotated<LLMEngineOutput>>, Error> fo
         }
         let outputs = futures::stream::unfold(run, |mut run| async move {
             let is_prefill = run.state.is_prefill();
+            let is_cut = run.claim_id.is_some();
             let sends = |step: &Step| match step {
                 Step::Token => !is_prefill,
-                step => matches!(step, Step::Finish | Step::End),
+                Step::Stale => is_cut,
+                step => matches!(
+                    step,
+                    Step::Finish | Step::End | Step::Recomputed | Step::Fail
+                ),
             };
             match run.next(&sends).await {
                 Next::Step(step) => {
                     if !matches!(step, Step::Token) {
                         run.end(Outcome::Finished);
+                        run.steps.clear();
                     }
                     Some((Annotated::from_data(run.output(&step)), run))
                 }
@@ -184,8 +224,8 @@ struct Run {
     context: Arc<dyn AsyncEngineContext>,
     steps: VecDeque<Step>,
     place: usize,
-    /// The claim that its offer is cut for.
-    cut_for: Option<String>,
+    /// The claim that its offer is cut for, or that the offer it got was.
+    claim_id: Option<String>,
 }
 
 /// What a run comes to.
@@ -208,10 +248,12 @@ impl Run {
             request,
             outcome: Outcome::Running,
         };
-        let cut_for = received
-            .claim_id()
-            .filter(|_| state.cuts)
-            .map(str::to_owned);
+        let claim_id = if state.is_prefill() {
+            received.claim_id().filter(|_| state.cuts)
+        } else {
+            received.cut_for()
+        };
+        let claim_id = claim_id.map(str::to_owned);
         state.received.send_modify(|all| {
             place = all.len();
             all.push(received);
@@ -221,12 +263,12 @@ impl Run {
             context,
             steps,
             place,
-            cut_for,
+            claim_id,
         }
     }
 
     fn output(&self, step: &Step) -> LLMEngineOutput {
-        self.state.output(step, self.cut_for.as_deref())
+        self.state.output(step, self.claim_id.as_deref())
     }
 
     /// Goes on to the next step that is `wanted`.
@@ -257,7 +299,13 @@ impl Run {
                     self.state.dead.send_replace(true);
                     self.die_if_dead();
                 }
-                Step::Begin | Step::Token | Step::Finish | Step::End => {}
+                Step::Begin
+                | Step::Token
+                | Step::Finish
+                | Step::End
+                | Step::Stale
+                | Step::Recomputed
+                | Step::Fail => {}
             }
         }
         Next::Ended

@@ -69,6 +69,13 @@ pub(crate) enum Step {
     Finish,
     /// Sends the last output, for the model had no more to say: nothing is handed over.
     End,
+    /// Ends a request whose offer was cut for a claim: the claim was stale, and prefill is to be asked
+    /// again. Nothing where the offer is whole.
+    Stale,
+    /// Sends the last output of one whose claim was stale, and which was recomputed.
+    Recomputed,
+    /// Ends with an error that says nothing else.
+    Fail,
     /// Refuses, before or after the beginning.
     Refuse(ErrorClass),
     /// The worker dies, with all that it runs.
@@ -103,6 +110,11 @@ impl Script {
             Step::Wait(gate.clone()),
             Step::Finish,
         ])
+    }
+
+    /// Answers, unless the offer was cut for a claim, which is then stale.
+    pub(crate) fn stale() -> Self {
+        Self::new([Step::Begin, Step::Stale, Step::Token, Step::Finish])
     }
 
     /// Refuses before the answer begins.
