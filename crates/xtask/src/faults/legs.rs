@@ -216,7 +216,6 @@ impl Legs {
             let found = tokens.len();
             return Err(LegError::Stream(format!("{found} of {wanted} tokens")));
         }
-        }
         Ok(tokens)
     }
 
