@@ -211,8 +211,9 @@ impl Legs {
         }
         let tokens = workload::tokens(&text).map_err(LegError::Answer)?;
         // A stream may end like one that is done where the engine failed the request.
-        if most == usize::MAX && tokens.len() != ask.output_tokens {
-            let (found, wanted) = (tokens.len(), ask.output_tokens);
+        let wanted = ask.output_tokens;
+        if tokens.is_empty() || (most == usize::MAX && tokens.len() != wanted) {
+            let found = tokens.len();
             return Err(LegError::Stream(format!("{found} of {wanted} tokens")));
         }
         Ok(tokens)
