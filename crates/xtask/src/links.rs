@@ -395,9 +395,21 @@ impl Report {
             .iter()
             .map(|(rate, mbit)| format!("{rate}: {mbit:.0}"))
             .collect();
+        let rates = self.values(|key| key.rate);
+        let rates: Vec<String> = rates
+            .iter()
+            .map(|rate| match rate {
+                Rate::Mbit(mbit) => mbit.to_string(),
+                Rate::Unshaped => rate.to_string(),
+            })
+            .collect();
+        let concurrency = self.values(|key| key.concurrency);
+        let concurrency: Vec<String> = concurrency.iter().map(usize::to_string).collect();
         let mut out = format!(
-            "`cargo xtask bench links --requests {} --weight {} --seed {}`: 1 prefill and {} decode workers, \
+            "`cargo xtask bench links --rates {} --concurrency {} --requests {} --weight {} --seed {}`: 1 prefill and {} decode workers, \
              prompts of {} tokens ({:.2} MB of KV). A plain TCP stream got, in Mbit/s: {}.\n\n",
+            rates.join(","),
+            concurrency.join(","),
             setting.requests,
             setting.weight,
             setting.seed,

@@ -98,6 +98,10 @@ fn the_tables_have_a_row_a_cell_and_the_chart_a_point() {
     let report = report();
     let tables = report.tables();
     assert!(
+        tables.starts_with("`cargo xtask bench links --rates 50,unshaped --concurrency 4 "),
+        "{tables}"
+    );
+    assert!(
         tables.contains("| 50 Mbit/s | 4 | 7/8 | 30 (30..66) |"),
         "{tables}"
     );
