@@ -9,6 +9,8 @@ use plotters::prelude::*;
 
 const PANEL: (u32, u32) = (310, 230);
 const HEAD: u32 = 62;
+/// What the title and the names of four series take.
+const HEAD_WIDTH: u32 = 640;
 const FONT: &str = "sans-serif";
 /// Colours that also those tell apart who see few (Okabe and Ito).
 const COLOURS: [RGBColor; 4] = [
@@ -58,7 +60,7 @@ impl Chart {
     pub(crate) fn svg(&self) -> Result<String> {
         let columns = self.rows.first().map_or(0, |row| row.panels.len());
         let size = (
-            PANEL.0 * u32::try_from(columns)?,
+            (PANEL.0 * u32::try_from(columns)?).max(HEAD_WIDTH),
             HEAD + PANEL.1 * u32::try_from(self.rows.len())?,
         );
         let mut svg = String::new();
