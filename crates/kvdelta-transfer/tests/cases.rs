@@ -2,40 +2,15 @@
 
 //! Situations that went wrong elsewhere, with their numbers, and the limits of what is believed.
 
-use kvdelta_indexer::{BlockSize, DpRank, EngineHash, WorkerId};
-use kvdelta_protocol::{CacheGroup, DecodeCacheInfo, VERSION};
+mod common;
+
+use common::{HASH, claim, own, size};
+use kvdelta_indexer::EngineHash;
+use kvdelta_protocol::CacheGroup;
 use kvdelta_transfer::{
     BlockRange, Confirmation, Group, OfferHead, OfferPlan, Own, Refusal, believe, confirm, pair,
     plan,
 };
-
-const HASH: EngineHash = EngineHash(u64::MAX - 1);
-
-fn size(tokens: u32) -> BlockSize {
-    BlockSize::try_from(tokens).expect("not 0")
-}
-
-/// A claim of `blocks` blocks of `tokens` tokens.
-fn claim(blocks: u32, tokens: u32) -> DecodeCacheInfo {
-    DecodeCacheInfo {
-        version: VERSION,
-        claim_id: "c-1".to_owned(),
-        decode_worker_id: WorkerId(42),
-        decode_dp_rank: DpRank(0),
-        cached_prefix_blocks: blocks,
-        block_size: size(tokens),
-        prefix_hash: HASH,
-    }
-}
-
-/// A prefill worker that can believe [`claim`]s.
-fn own(tokens: u32) -> Own {
-    Own {
-        block_size: size(tokens),
-        prefix_caching: true,
-        hash: Some(HASH),
-    }
-}
 
 fn group(kind: CacheGroup, tokens: u32, first_block: u32, blocks: u32) -> Group {
     Group {

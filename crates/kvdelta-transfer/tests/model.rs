@@ -2,9 +2,12 @@
 
 //! Every function against a naive one that goes through tokens and blocks one by one.
 
+mod common;
+
 use std::collections::BTreeSet;
 
-use kvdelta_indexer::{BlockSize, DpRank, EngineHash, WorkerId};
+use common::{HASH, claim, own, size};
+use kvdelta_indexer::{BlockSize, EngineHash, WorkerId};
 use kvdelta_protocol::{CacheGroup, DecodeCacheInfo, VERSION};
 use kvdelta_transfer::{
     BlockRange, Confirmation, Group, OfferHead, OfferPlan, Own, Refusal, confirm, pair, plan,
@@ -18,30 +21,6 @@ const KINDS: [CacheGroup; 5] = [
     CacheGroup::Mamba,
     CacheGroup::Unknown,
 ];
-
-fn size(tokens: u32) -> BlockSize {
-    BlockSize::try_from(tokens).expect("not 0")
-}
-
-fn claim(blocks: u32, tokens: u32) -> DecodeCacheInfo {
-    DecodeCacheInfo {
-        version: VERSION,
-        claim_id: "c-1".to_owned(),
-        decode_worker_id: WorkerId(42),
-        decode_dp_rank: DpRank(0),
-        cached_prefix_blocks: blocks,
-        block_size: size(tokens),
-        prefix_hash: EngineHash(7),
-    }
-}
-
-fn own(tokens: u32) -> Own {
-    Own {
-        block_size: size(tokens),
-        prefix_caching: true,
-        hash: Some(EngineHash(7)),
-    }
-}
 
 /// Tokens of block `index`.
 fn tokens_of(index: u32, block_size: BlockSize) -> impl Iterator<Item = u32> {
@@ -172,14 +151,14 @@ proptest! {
         claimed: u32,
         sizes in (1..=u32::MAX, 1..=u32::MAX),
         prefix_caching: bool,
-        hash in prop_oneof![Just(None), Just(Some(7)), any::<u64>().prop_map(Some)],
+        hash in prop_oneof![Just(None), Just(Some(HASH.0)), any::<u64>().prop_map(Some)],
         groups in prop::collection::vec(any_group(5, 1..=u32::MAX, u32::MAX), 0..4),
         equal: bool,
     ) {
         let tokens = if equal { sizes.0 } else { sizes.1 };
         let own = Own { block_size: size(tokens), prefix_caching, hash: hash.map(EngineHash) };
         let planned = plan(&claim(claimed, sizes.0), &own, &groups);
-        let believable = prefix_caching && tokens == sizes.0 && hash == Some(7);
+        let believable = prefix_caching && tokens == sizes.0 && hash == Some(HASH.0);
         prop_assert!(believable || planned.is_err());
         if let Err(refusal) = planned {
             prop_assert!(refusal.to_string().ends_with("; sending all"));
