@@ -21,7 +21,7 @@ use crate::client::Client;
 use crate::demo::{FINISHED, positive};
 use crate::fleet::{Fleet, MODEL};
 use crate::grid::{
-    EVENTS_TIME, PROMPT_BLOCKS, SEEDS_AT_ONCE, Setups, prefixed, send, share, skipped_blocks,
+    EVENTS_TIME, PROMPT_BLOCKS, SEEDS_AT_ONCE, Setups, check_skipped_blocks, prefixed, send, share,
     warm_up, write,
 };
 use crate::interrupt;
@@ -181,7 +181,7 @@ async fn measure(setups: &Setups, folder: &Path, options: &Options) -> Result<Ve
                 });
             }
             if kvdelta {
-                skipped_blocks(&client, &fleet).await?;
+                check_skipped_blocks(&client, &fleet).await?;
             }
         }
     }

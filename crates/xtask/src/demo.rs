@@ -22,8 +22,7 @@ use crate::client::{Answer, Client, grown};
 use crate::counts::Standing;
 use crate::env;
 use crate::fleet::{
-    self, Aggregated, BLOCK_SIZE, Connector, DISCOVERY, EngineSetup, Fleet, MAX_TOKENS, MODEL,
-    Parts, Workers,
+    self, Aggregated, BLOCK_SIZE, DISCOVERY, EngineSetup, Fleet, MAX_TOKENS, MODEL, Parts, Workers,
 };
 use crate::frontend;
 use crate::interrupt;
@@ -292,10 +291,7 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
 
 /// `parts` with kvdelta's connector in all workers, which it needs to be `patched` ones.
 fn with_connector(parts: &Parts, patched: Workers, cache: &Cache) -> Result<Parts> {
-    let connector = Connector::Kvdelta {
-        overlay: wheel::overlay(cache)?,
-        settings: serde_json::Map::new(),
-    };
+    let connector = wheel::connector(cache)?;
     Ok(Parts {
         workers: patched,
         engines: EngineSetup {

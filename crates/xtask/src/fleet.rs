@@ -709,14 +709,8 @@ impl Aggregated {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         check_memory(1)?;
         let [port] = free_ports()?;
-        let mut command = Command::new(&parts.python);
-        command
-            .args(["-m", "vllm.entrypoints.openai.api_server", "--model"])
-            .arg(&parts.model)
-            .args(["--served-model-name", MODEL])
-            .args(["--host", "127.0.0.1", "--port", &port.to_string()])
-            .args(ENGINE_OPTIONS)
-            .envs(engine_environment());
+        let mut command = api_server(&parts.python, &parts.model, port);
+        command.args(ENGINE_OPTIONS);
         let mut aggregated = Self {
             process: Process::spawn("aggregated", command, folder)?,
             base: format!("http://127.0.0.1:{port}"),
@@ -814,6 +808,29 @@ pub(crate) const ENGINE_OPTIONS: [&str; 12] = [
     "--enforce-eager",
     "--enable-prefix-caching",
 ];
+
+/// A vLLM server by itself, with the test model of the folder `model`, without [`ENGINE_OPTIONS`].
+pub(crate) fn api_server(python: &Path, model: &Path, port: u16) -> Command {
+    let mut command = Command::new(python);
+    command
+        .args(["-m", "vllm.entrypoints.openai.api_server", "--model"])
+        .arg(model)
+        .args(["--served-model-name", MODEL])
+        .args(["--host", "127.0.0.1", "--port", &port.to_string()])
+        .envs(engine_environment());
+    command
+}
+
+/// vLLM's `--kv-events-config` of an engine that also answers for events that were missed.
+pub(crate) fn kv_events(publish: u16, replay: u16) -> String {
+    json!({
+        "enable_kv_cache_events": true,
+        "publisher": "zmq",
+        "endpoint": format!("tcp://*:{publish}"),
+        "replay_endpoint": format!("tcp://*:{replay}"),
+    })
+    .to_string()
+}
 
 /// Variables of every engine.
 pub(crate) fn engine_environment() -> [(&'static str, &'static str); 7] {

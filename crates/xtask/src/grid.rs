@@ -54,14 +54,7 @@ impl Setups {
             folder,
             frontend: frontend::build(cache, frontend::Profile::Dev)?,
             patched: Workers::Patched(workers::overlay(cache, &python)?.context(workers::NONE)?),
-            kvdelta: connector
-                .then(|| {
-                    wheel::overlay(cache).map(|overlay| Connector::Kvdelta {
-                        overlay,
-                        settings: serde_json::Map::new(),
-                    })
-                })
-                .transpose()?,
+            kvdelta: connector.then(|| wheel::connector(cache)).transpose()?,
             python,
         })
     }
@@ -96,9 +89,8 @@ impl Setups {
     }
 }
 
-/// Blocks that the connector has skipped on the prefill workers; none is an error, since then nothing of it
-/// was measured.
-pub(crate) async fn skipped_blocks(client: &Client, fleet: &Fleet) -> Result<f64> {
+/// An error if the connector has skipped no block on the prefill workers: then nothing of it was measured.
+pub(crate) async fn check_skipped_blocks(client: &Client, fleet: &Fleet) -> Result<()> {
     tokio::time::sleep(COUNTED_TIME).await;
     let mut skipped = 0.0;
     for base in fleet.prefill_bases() {
@@ -109,7 +101,7 @@ pub(crate) async fn skipped_blocks(client: &Client, fleet: &Fleet) -> Result<f64
         "kvdelta's connector skipped no block: no claim reached it"
     );
     say(format!("kvdelta's connector skipped {skipped} blocks"));
-    Ok(skipped)
+    Ok(())
 }
 
 /// Sends prompts that nobody holds until every decode worker has had one: the first one of a pair of workers

@@ -18,7 +18,7 @@ use crate::client::Client;
 use crate::demo::positive;
 use crate::fleet::{BLOCK_SIZE, Fleet, MODEL};
 use crate::grid::{
-    EVENTS_TIME, PROMPT_BLOCKS, SEEDS_AT_ONCE, Setups, prefixed, send, share, skipped_blocks,
+    EVENTS_TIME, PROMPT_BLOCKS, SEEDS_AT_ONCE, Setups, check_skipped_blocks, prefixed, send, share,
     warm_up, write,
 };
 use crate::interrupt;
@@ -330,7 +330,7 @@ async fn measure_way(
     step.end();
     link.set_rate(Rate::Unshaped)?;
     if way == Way::Connector {
-        skipped_blocks(&client, &fleet).await?;
+        check_skipped_blocks(&client, &fleet).await?;
     }
     Ok(cells)
 }

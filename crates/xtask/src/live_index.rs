@@ -34,7 +34,8 @@ use crate::cache::Cache;
 use crate::client::Client;
 use crate::env;
 use crate::fleet::{
-    self, BLOCK_SIZE, ENGINE_OPTIONS, MODEL, Process, START_TIMEOUT, engine_environment, free_ports,
+    self, BLOCK_SIZE, ENGINE_OPTIONS, MODEL, Process, START_TIMEOUT, api_server,
+    engine_environment, free_ports, kv_events,
 };
 use crate::frontend;
 use crate::interrupt;
@@ -336,16 +337,6 @@ fn small_cache(command: &mut Command) {
     ]);
 }
 
-fn kv_events(publish: u16, replay: u16) -> String {
-    json!({
-        "enable_kv_cache_events": true,
-        "publisher": "zmq",
-        "endpoint": format!("tcp://*:{publish}"),
-        "replay_endpoint": format!("tcp://*:{replay}"),
-    })
-    .to_string()
-}
-
 /// vLLM alone, heard by its own ZMQ publisher.
 struct Vllm<'a> {
     parts: &'a Parts,
@@ -372,15 +363,10 @@ impl<'a> Vllm<'a> {
     }
 
     fn spawn(parts: &Parts, folder: &Path, [http, publish, replay]: [u16; 3]) -> Result<Process> {
-        let mut command = Command::new(&parts.python);
+        let mut command = api_server(&parts.python, &parts.model, http);
         command
-            .args(["-m", "vllm.entrypoints.openai.api_server", "--model"])
-            .arg(&parts.model)
-            .args(["--served-model-name", MODEL])
-            .args(["--host", "127.0.0.1", "--port", &http.to_string()])
             .args(["--kv-events-config", &kv_events(publish, replay)])
-            .env("VLLM_SERVER_DEV_MODE", "1")
-            .envs(engine_environment());
+            .env("VLLM_SERVER_DEV_MODE", "1");
         small_cache(&mut command);
         Process::spawn("vllm", command, folder)
     }

@@ -12,6 +12,7 @@ use clap::Args;
 use crate::cache::{Cache, Key, members, project_root};
 use crate::command;
 use crate::env;
+use crate::fleet::Connector;
 use crate::frontend;
 use crate::own_crates;
 use crate::pytest;
@@ -56,6 +57,14 @@ fn copy(wheel: &Path, folder: &Path) -> Result<PathBuf> {
 /// What goes into PYTHONPATH for kvdelta's connector: the unpacked wheel, and this clone's package for vLLM.
 pub(crate) fn overlay(cache: &Cache) -> Result<[PathBuf; 2]> {
     Ok([build(cache)?.join(UNPACKED), vllm_folder()])
+}
+
+/// kvdelta's connector, with its own defaults.
+pub(crate) fn connector(cache: &Cache) -> Result<Connector> {
+    Ok(Connector::Kvdelta {
+        overlay: overlay(cache)?,
+        settings: serde_json::Map::new(),
+    })
 }
 
 /// The folder of the Python package for vLLM.

@@ -12,7 +12,7 @@ use crate::faults::claims::Hashed;
 use crate::faults::driver::{Driver, POLL, SHORT_LEASE};
 use crate::faults::engine::Engine;
 use crate::faults::legs::{Ask, Decoded, LegError, Prefilled};
-use crate::faults::plan::{Connector, Fault, Step};
+use crate::faults::plan::{Connector, Fault, Step, WORDS};
 use crate::fleet::BLOCK_SIZE;
 
 /// By how much a late decode leg misses a short lease.
@@ -291,7 +291,7 @@ impl Attempt<'_> {
                 break;
             }
             let filler: Vec<u32> = (0..=FILLER_BLOCKS * BLOCK_SIZE)
-                .map(|_| random.u32(4..4096))
+                .map(|_| random.u32(WORDS))
                 .collect();
             let one = Ask {
                 prompt: &filler,

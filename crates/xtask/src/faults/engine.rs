@@ -3,7 +3,6 @@
 //! vLLM servers that can be killed and come back as another kind of engine on the same ports.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,7 +16,7 @@ use crate::client::Client;
 use crate::command::tail;
 use crate::faults::plan::Connector;
 use crate::fleet::{
-    self, ENGINE_OPTIONS, MODEL, Process, START_TIMEOUT, engine_environment, free_ports,
+    self, ENGINE_OPTIONS, MODEL, Process, START_TIMEOUT, api_server, free_ports, kv_events,
 };
 use crate::progress::say;
 
@@ -153,33 +152,22 @@ impl Engine {
         if kind.connector == Connector::Own {
             connector["kv_connector_module_path"] = json!("fault_connector");
         }
-        let events = json!({
-            "enable_kv_cache_events": true,
-            "publisher": "zmq",
-            "endpoint": format!("tcp://*:{}", self.ports.events),
-            "replay_endpoint": format!("tcp://*:{}", self.ports.replay),
-        });
-        let mut command = Command::new(&self.setup.python);
+        let ports = self.ports;
+        let mut command = api_server(&self.setup.python, &self.setup.model, ports.http);
         command
-            .args(["-m", "vllm.entrypoints.openai.api_server", "--model"])
-            .arg(&self.setup.model)
-            .args(["--served-model-name", MODEL])
-            .args(["--host", "127.0.0.1"])
-            .args(["--port", &self.ports.http.to_string()])
             .args(ENGINE_OPTIONS)
             .args(["--max-model-len", &self.spec.max_tokens.to_string()])
             .arg("--kv-cache-memory-bytes")
             .arg((self.spec.blocks * BLOCK_BYTES).to_string())
             .args(["--kv-transfer-config", &connector.to_string()])
-            .args(["--kv-events-config", &events.to_string()])
+            .args(["--kv-events-config", &kv_events(ports.events, ports.replay)])
             .env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
             .env(
                 "VLLM_NIXL_SIDE_CHANNEL_PORT",
-                self.ports.side_channel.to_string(),
+                ports.side_channel.to_string(),
             )
             .env("UCX_TLS", "tcp,sm,self")
-            .env("PYTHONPATH", std::env::join_paths(&self.setup.python_path)?)
-            .envs(engine_environment());
+            .env("PYTHONPATH", std::env::join_paths(&self.setup.python_path)?);
         let process = Process::spawn(&self.name, command, &self.setup.folder)?;
         *self.process() = Some(process);
         Ok(())

@@ -9,6 +9,7 @@ use std::fmt;
 use serde::Serialize;
 
 use crate::fleet::BLOCK_SIZE;
+use crate::workload::FIRST_WORD;
 
 /// Longest prompt with its answer that the plan makes.
 pub(crate) const LONGEST_TOKENS: usize = 960;
@@ -17,7 +18,7 @@ const OUTPUT_TOKENS: usize = 12;
 /// Tokens of an answer whose client leaves in the middle of it.
 const LONG_OUTPUT_TOKENS: usize = 120;
 /// First token id that is not special in the test model, and the end of its vocabulary.
-const WORDS: std::ops::Range<u32> = 4..4096;
+pub(crate) const WORDS: std::ops::Range<u32> = FIRST_WORD..4096;
 /// Prefixes that requests without a fault share.
 const SHARED_PREFIXES: usize = 8;
 

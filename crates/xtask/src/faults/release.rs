@@ -13,7 +13,7 @@ use crate::faults::check::whole;
 use crate::faults::claims::{Claims, Hashed};
 use crate::faults::engine::{Engine, Kind, Role, Setup, Spec};
 use crate::faults::legs::{Ask, Legs, Prefilled};
-use crate::faults::plan::Connector;
+use crate::faults::plan::{Connector, WORDS};
 use crate::fleet::BLOCK_SIZE;
 use crate::progress::say;
 
@@ -108,7 +108,7 @@ fn broken(stock: &Measured, own: &Measured) -> Vec<String> {
 fn prompt(number: usize, blocks: usize) -> Vec<u32> {
     let mut random = fastrand::Rng::with_seed(7000 + number as u64);
     (0..PROMPT_BLOCKS * BLOCK_SIZE + 5)
-        .map(|_| random.u32(4..4096))
+        .map(|_| random.u32(WORDS))
         .take(blocks * BLOCK_SIZE + 5)
         .collect()
 }
