@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `kvdelta`: looks at a running Dynamo deployment from outside.
+//! `kvdelta`: looks at a running Dynamo deployment from outside, and says what decode overlap would save.
 
 mod cmd;
 mod doctor;
 mod observe;
 mod render;
+mod replay;
+mod sim;
+mod trace;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks at a running Dynamo deployment from outside; changes nothing.
+/// Looks at a running Dynamo deployment from outside, and says what decode overlap would save; changes nothing.
 #[derive(Debug, Parser)]
 #[command(name = "kvdelta", version)]
 struct Cli {
@@ -25,11 +28,14 @@ enum Command {
     Doctor(cmd::doctor::Options),
     /// Show what live workers hold, by their KV events.
     Observe(Box<cmd::observe::Options>),
+    /// Send a trace through a simulated fleet and compare policies.
+    Replay(Box<cmd::replay::Options>),
 }
 
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Doctor(options) => cmd::doctor::run(&options),
         Command::Observe(options) => cmd::observe::run(&options),
+        Command::Replay(options) => cmd::replay::run(&options),
     }
 }

@@ -4,3 +4,4 @@
 
 pub(crate) mod doctor;
 pub(crate) mod observe;
+pub(crate) mod replay;
