@@ -54,7 +54,14 @@ fn a_trace_is_compared_over_policies_weights_and_fleets() {
     let folder = tempfile::tempdir().unwrap();
     let path = trace(folder.path(), &LINES);
     let report = json(&[
-        "--trace", &path, "--policy", "load,overlap,pooled", "--weight", "0,2", "--decode", "1,3",
+        "--trace",
+        &path,
+        "--policy",
+        "load,overlap,pooled",
+        "--weight",
+        "0,2",
+        "--decode",
+        "1,3",
     ]);
     assert_eq!(report["version"], 1);
     assert_eq!(report["trace"]["requests"], 3);
@@ -65,12 +72,21 @@ fn a_trace_is_compared_over_policies_weights_and_fleets() {
         .iter()
         .map(|row| {
             let decode = row["decode"].as_u64().unwrap();
-            (row["policy"].as_str().unwrap(), row["weight"].as_f64(), decode)
+            (
+                row["policy"].as_str().unwrap(),
+                row["weight"].as_f64(),
+                decode,
+            )
         })
         .collect();
     let each = |decode| {
         let weights = [Some(0.0), Some(2.0)].map(|weight| ("overlap", weight, decode));
-        [("load", None, decode), weights[0], weights[1], ("pooled", None, decode)]
+        [
+            ("load", None, decode),
+            weights[0],
+            weights[1],
+            ("pooled", None, decode),
+        ]
     };
     assert_eq!(names, [each(1), each(3)].concat());
     for row in rows {
@@ -87,7 +103,12 @@ fn a_trace_is_compared_over_policies_weights_and_fleets() {
 
 #[test]
 fn the_table_says_the_same_as_the_json() {
-    let arguments = ["--synthetic", "400", "--policy", "load,overlap,pair,longest-below"];
+    let arguments = [
+        "--synthetic",
+        "400",
+        "--policy",
+        "load,overlap,pair,longest-below",
+    ];
     let text = stdout(&arguments);
     let report = json(&arguments);
     for row in report["rows"].as_array().unwrap() {
@@ -110,10 +131,25 @@ fn charts_are_over_weights_or_over_fleets() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("chart.svg");
     let file = path.to_str().unwrap();
-    for (decode, title, absent) in [("4", "weight", "decode workers"), ("2,4", "decode workers", "weight")] {
-        stdout(&["--synthetic", "200", "--decode", decode, "--weight", "1,3", "--svg", file]);
+    for (decode, title, absent) in [
+        ("4", "weight", "decode workers"),
+        ("2,4", "decode workers", "weight"),
+    ] {
+        stdout(&[
+            "--synthetic",
+            "200",
+            "--decode",
+            decode,
+            "--weight",
+            "1,3",
+            "--svg",
+            file,
+        ]);
         let svg = fs::read_to_string(&path).unwrap();
-        assert!(svg.starts_with("<svg") && svg.contains("imbalance"), "{svg}");
+        assert!(
+            svg.starts_with("<svg") && svg.contains("imbalance"),
+            "{svg}"
+        );
         let lines: Vec<&str> = svg.lines().map(str::trim).collect();
         assert!(lines.contains(&title), "{decode}: {title}");
         assert!(!lines.contains(&absent), "{decode}: {absent}");
@@ -125,11 +161,17 @@ fn bad_lines_stop_or_are_left_out() {
     let folder = tempfile::tempdir().unwrap();
     let path = trace(folder.path(), &[LINES[0], "{\"timestamp\": 1}", LINES[1]]);
     let said = refused(&["--trace", &path]);
-    assert!(said.contains("line 2: not a request of the Mooncake format: missing field"), "{said}");
+    assert!(
+        said.contains("line 2: not a request of the Mooncake format: missing field"),
+        "{said}"
+    );
     let output = replay(&["--trace", &path, "--skip-bad", "--json"]);
     assert_eq!(output.status.code(), Some(0));
     let said = words(&output.stderr);
-    assert!(said.contains("warning: left out 1 of 3 requests, the first: "), "{said}");
+    assert!(
+        said.contains("warning: left out 1 of 3 requests, the first: "),
+        "{said}"
+    );
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["trace"]["lines_skipped"], 1);
     assert_eq!(report["trace"]["requests"], 2);
@@ -141,20 +183,50 @@ fn what_cannot_be_used_is_named() {
     let path = trace(folder.path(), &LINES);
     let cases: &[(&[&str], &str)] = &[
         (&[], "--trace"),
-        (&["--trace", "/no/such/file"], "cannot read /no/such/file: No such file"),
-        (&["--trace", &path, "--decode", "0"], "'0' for '--decode <WORKERS>': must be a whole number from 1"),
+        (
+            &["--trace", "/no/such/file"],
+            "cannot read /no/such/file: No such file",
+        ),
+        (
+            &["--trace", &path, "--decode", "0"],
+            "'0' for '--decode <WORKERS>': must be a whole number from 1",
+        ),
         (&["--trace", &path, "--prefill", "0"], "--prefill"),
         (&["--trace", &path, "--weight", "-1"], "-1"),
         (&["--trace", &path, "--weight", "nan"], "NaN is no weight"),
-        (&["--trace", &path, "--policy", "best"], "possible values: load, overlap, pair"),
-        (&["--trace", &path, "--event-loss", "1.5"], "must be a number from 0 to 1"),
-        (&["--trace", &path, "--itl", "0"], "must be a finite number above 0"),
+        (
+            &["--trace", &path, "--policy", "best"],
+            "possible values: load, overlap, pair",
+        ),
+        (
+            &["--trace", &path, "--event-loss", "1.5"],
+            "must be a number from 0 to 1",
+        ),
+        (
+            &["--trace", &path, "--itl", "0"],
+            "must be a finite number above 0",
+        ),
         (&["--trace", &path, "--block-size", "0"], "--block-size"),
-        (&["--trace", &path, "--block-size", "256"], "line 1: a prompt of 1600 tokens is 7 blocks of 256 tokens, but the line has 4 hashes"),
-        (&["--trace", &path, "--capacity", "3"], "a decode worker of 3 blocks has no room for the 4 blocks of request 1"),
-        (&["--trace", &path, "--policy", "pair", "--link", "inf"], "policy pair takes finite rates"),
-        (&["--trace", &path, "--svg", "/no/such/folder/a.svg"], "cannot write /no/such/folder/a.svg"),
-        (&["--trace", &path, "--format", "dynamo"], "line 1: not a request of the Dynamo format"),
+        (
+            &["--trace", &path, "--block-size", "256"],
+            "line 1: a prompt of 1600 tokens is 7 blocks of 256 tokens, but the line has 4 hashes",
+        ),
+        (
+            &["--trace", &path, "--capacity", "3"],
+            "a decode worker of 3 blocks has no room for the 4 blocks of request 1",
+        ),
+        (
+            &["--trace", &path, "--policy", "pair", "--link", "inf"],
+            "policy pair takes finite rates",
+        ),
+        (
+            &["--trace", &path, "--svg", "/no/such/folder/a.svg"],
+            "cannot write /no/such/folder/a.svg",
+        ),
+        (
+            &["--trace", &path, "--format", "dynamo"],
+            "line 1: not a request of the Dynamo format",
+        ),
     ];
     for (arguments, expected) in cases {
         let said = refused(arguments);

@@ -38,7 +38,11 @@ Dynamo writes with DYN_REQUEST_TRACE_SINKS=file.
 Exit codes: 0 done, 2 an option or a trace that cannot be used, or a result that cannot be written.")]
 pub(crate) struct Options {
     /// The trace, JSON lines, packed by gzip or not; may be given several times, for the parts of one.
-    #[arg(long = "trace", value_name = "FILE", required_unless_present = "synthetic")]
+    #[arg(
+        long = "trace",
+        value_name = "FILE",
+        required_unless_present = "synthetic"
+    )]
     traces: Vec<PathBuf>,
 
     /// How the trace is written. Not given: as its first line looks.

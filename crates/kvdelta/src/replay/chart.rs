@@ -92,7 +92,9 @@ fn over_weights(report: &Report) -> Axis {
     let mut lines: Vec<Line> = Vec::new();
     let places = weights.len().max(2);
     for row in &report.rows {
-        let place = row.weight.and_then(|of| weights.iter().position(|one| *one == of));
+        let place = row
+            .weight
+            .and_then(|of| weights.iter().position(|one| *one == of));
         let line = match lines.iter_mut().find(|line| line.name == row.policy) {
             Some(line) => line,
             None => {
@@ -146,7 +148,7 @@ fn over_fleets(report: &Report) -> Axis {
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-fn colours<'a>(lines: &'a [Line]) -> impl Iterator<Item = (&'a Line, RGBColor)> {
+fn colours(lines: &[Line]) -> impl Iterator<Item = (&Line, RGBColor)> {
     lines.iter().zip(COLOURS.into_iter().cycle())
 }
 
@@ -159,7 +161,11 @@ fn draw_head(head: &Area<'_>, title: &str, axis: &Axis) -> Result<()> {
             [(left, top), (left + 18, top)],
             colour.stroke_width(2),
         ))?;
-        head.draw(&Text::new(line.name.clone(), (left + 24, top - 7), (FONT, 13)))?;
+        head.draw(&Text::new(
+            line.name.clone(),
+            (left + 24, top - 7),
+            (FONT, 13),
+        ))?;
     }
     Ok(())
 }
@@ -177,7 +183,9 @@ fn draw(area: &Area<'_>, axis: &Axis, measure: usize, name: &str) -> Result<()> 
     let label = |at: &f64| {
         let places = axis.places.iter().enumerate();
         let mut here = places.filter(|(place, _)| (*place as f64 - at).abs() < 1e-6);
-        here.next().map(|(_, label)| label.clone()).unwrap_or_default()
+        here.next()
+            .map(|(_, label)| label.clone())
+            .unwrap_or_default()
     };
     chart
         .configure_mesh()
@@ -196,7 +204,9 @@ fn draw(area: &Area<'_>, axis: &Axis, measure: usize, name: &str) -> Result<()> 
             .filter_map(|(place, values)| Some((place as f64, values[measure]?)))
             .collect();
         chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(2)))?;
-        let dots = points.into_iter().map(|at| Circle::new(at, 3, colour.filled()));
+        let dots = points
+            .into_iter()
+            .map(|at| Circle::new(at, 3, colour.filled()));
         chart.draw_series(dots)?;
     }
     Ok(())

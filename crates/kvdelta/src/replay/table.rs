@@ -7,8 +7,18 @@ use std::fmt::Write as _;
 use super::report::{Report, Row};
 
 const COLUMNS: [&str; 12] = [
-    "policy", "weight", "decode", "saved", "hit", "moved", "stale", "imbalance", "busiest",
-    "TTFT p50", "p99", "ITL p50 / p99",
+    "policy",
+    "weight",
+    "decode",
+    "saved",
+    "hit",
+    "moved",
+    "stale",
+    "imbalance",
+    "busiest",
+    "TTFT p50",
+    "p99",
+    "ITL p50 / p99",
 ];
 
 /// The replay as text.
@@ -75,7 +85,8 @@ fn cells(row: &Row) -> [String; COLUMNS.len()] {
     let (ttft, itl) = (outcome.ttft_ms, outcome.itl_ms);
     [
         row.policy.to_owned(),
-        row.weight.map_or_else(|| "-".to_owned(), |weight| weight.to_string()),
+        row.weight
+            .map_or_else(|| "-".to_owned(), |weight| weight.to_string()),
         row.decode.to_string(),
         percent(outcome.saved_share),
         percent(outcome.hit_share),

@@ -60,7 +60,11 @@ impl Cache {
     /// Pins the blocks of `held`, all of which are here, and reserves room for `more`; what has to go for it is
     /// appended to `gone`. `false`: there is no room, and nothing was done.
     pub(crate) fn admit(&mut self, held: &[Node], more: usize, gone: &mut Vec<Node>) -> bool {
-        let pins = |node| self.places.get(node).map(|slot| &self.slots[*slot as usize]);
+        let pins = |node| {
+            self.places
+                .get(node)
+                .map(|slot| &self.slots[*slot as usize])
+        };
         let idle = held.iter().filter_map(pins).filter(|slot| slot.pins == 0);
         let pinned = self.places.len() - self.idle + idle.count();
         if pinned + self.reserved + more > self.capacity {

@@ -59,7 +59,10 @@ impl Running {
         let Reverse((end, _)) = *self.ends.peek()?;
         let left = (f64::from_bits(end) - self.steps).max(0.0);
         self.said = self.said.wrapping_add(1);
-        Some(self.at.saturating_add(span(left * settings.step_ms(self.blocks))))
+        Some(
+            self.at
+                .saturating_add(span(left * settings.step_ms(self.blocks))),
+        )
     }
 
     /// The request that ends first.

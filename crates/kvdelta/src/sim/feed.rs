@@ -174,12 +174,7 @@ impl Feed {
         }
     }
 
-    fn apply_removed(
-        &mut self,
-        index: &Index,
-        of: WorkerRank,
-        gone: impl Iterator<Item = Node>,
-    ) {
+    fn apply_removed(&mut self, index: &Index, of: WorkerRank, gone: impl Iterator<Item = Node>) {
         let mut engine_hashes = mem::take(&mut self.names);
         engine_hashes.extend(gone.map(engine_hash));
         let tier = Tier::Device;

@@ -15,7 +15,7 @@ mod settings;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use outcome::{Outcome, Percentiles};
+pub(crate) use outcome::Outcome;
 pub(crate) use policy::Policy;
 pub(crate) use run::run;
-pub(crate) use settings::{BadSetting, Settings};
+pub(crate) use settings::Settings;

@@ -7,8 +7,8 @@ use std::cmp::Reverse;
 
 use kvdelta_indexer::{Millis, Prompt, WorkerRank};
 use kvdelta_overlap::{
-    Asked, BlockCost, Candidate, Fleet, Form, NoChoice, PairCost, PrefillCandidate, Query,
-    Rate, Weight, choose, choose_pair, claimable,
+    Asked, BlockCost, Candidate, Fleet, Form, NoChoice, PairCost, PrefillCandidate, Query, Rate,
+    Weight, choose, choose_pair, claimable,
 };
 
 /// A way to choose.
@@ -193,7 +193,6 @@ impl Picked {
         }
     }
 }
-
 
 fn blocks(weight: Weight) -> BlockCost {
     // The form that the patch series has.

@@ -53,8 +53,7 @@ impl PrefillPool {
             wait + self.time(request.prompt_tokens as usize - cached)
         };
         let workers = self.workers.iter().enumerate();
-        let soonest =
-            workers.min_by_key(|(_, worker)| (done(worker), worker.free_at));
+        let soonest = workers.min_by_key(|(_, worker)| (done(worker), worker.free_at));
         soonest.map_or(0, |(place, _)| place)
     }
 

@@ -56,7 +56,9 @@ impl Router {
     ) -> Result<Self, BadSetting> {
         let index = Index::new(trace.block_size());
         let trust = TrustBook::new(Duration::MAX);
-        let ranks = (0..settings.decode).zip(0..).map(|(_, number)| WorkerRank::new(number, 0));
+        let ranks = (0..settings.decode)
+            .zip(0..)
+            .map(|(_, number)| WorkerRank::new(number, 0));
         let fleet = Fleet::new(ranks.map(|of| {
             index.admit(of);
             // All of them have told everything from the start on.

@@ -359,7 +359,10 @@ impl<'a> FleetRun<'a> {
 
     fn ends(&mut self, decode: usize, said: u32, now: Duration) {
         let worker = &mut self.decode[decode];
-        let first = worker.running.first().filter(|_| worker.running.said == said);
+        let first = worker
+            .running
+            .first()
+            .filter(|_| worker.running.said == said);
         let Some(number) = first else { return };
         let request = &self.trace.requests()[number as usize];
         let blocks = request.blocks(self.trace.block_size());
@@ -468,7 +471,11 @@ mod tests {
                 index.check().unwrap();
                 let known = index.held(WorkerRank::new(number, 0));
                 let known: BTreeSet<_> = known.iter().map(|held| held.engine.0).collect();
-                let held: BTreeSet<_> = worker.cache.nodes().map(|node| engine_hash(node).0).collect();
+                let held: BTreeSet<_> = worker
+                    .cache
+                    .nodes()
+                    .map(|node| engine_hash(node).0)
+                    .collect();
                 assert!(held.len() > 100);
                 assert_eq!(known, held, "{policy:?}");
                 assert!(worker.cache.is_idle());

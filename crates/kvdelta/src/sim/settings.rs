@@ -78,7 +78,10 @@ impl Settings {
         if u32::try_from(trace.requests().len()).is_err() {
             return Err(BadSetting::TooMany(u32::MAX));
         }
-        let pools = [("decode", self.capacity), ("prefill", self.prefill_capacity)];
+        let pools = [
+            ("decode", self.capacity),
+            ("prefill", self.prefill_capacity),
+        ];
         for (pool, capacity) in pools {
             let is_there = pool == "decode" || capacity > 0;
             if let Some((blocks, place)) = trace.longest()

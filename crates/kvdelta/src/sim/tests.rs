@@ -7,7 +7,8 @@ use kvdelta_overlap::Weight;
 use proptest::prelude::*;
 
 use super::cache::Cache;
-use super::{BadSetting, Policy, Settings, run};
+use super::settings::BadSetting;
+use super::{Policy, Settings, run};
 use crate::trace::{Node, Synthetic, Trace};
 
 pub(super) fn settings() -> Settings {
@@ -85,8 +86,14 @@ fn times_add_up() {
     let outcome = run(&one, &fleet, Policy::Load).unwrap();
     let step = 10.0 + 3.0;
     let ttft = 153.6 + 3.0 * f64::from(1 << 20) / 12.5e6 + step;
-    assert!((outcome.ttft_ms.p50.unwrap() - ttft).abs() < 1e-3, "{outcome:?}");
-    assert!((outcome.itl_ms.p99.unwrap() - step).abs() < 1e-3, "{outcome:?}");
+    assert!(
+        (outcome.ttft_ms.p50.unwrap() - ttft).abs() < 1e-3,
+        "{outcome:?}"
+    );
+    assert!(
+        (outcome.itl_ms.p99.unwrap() - step).abs() < 1e-3,
+        "{outcome:?}"
+    );
     assert_eq!(outcome.full_bytes, 3 << 20);
     assert_eq!(outcome.moved_bytes, 3 << 20);
     assert_eq!(outcome.imbalance, Some(8.0), "one of eight workers has all");
@@ -103,10 +110,13 @@ fn times_add_up() {
     };
     let outcome = run(&two, &fleet, Policy::Load).unwrap();
     // The first one: 10 steps of 100 ms alone in the second before the other comes, then 190 ms each.
-    let first = (1000.0 + 90.0 * 190.0) / 100.0;
+    let first: f64 = (1000.0 + 90.0 * 190.0) / 100.0;
     let second = (90.0 * 190.0 + 10.0 * 100.0) / 100.0;
     assert!((first - second).abs() < 1e-9);
-    assert!((outcome.itl_ms.p50.unwrap() - first).abs() < 1e-3, "{outcome:?}");
+    assert!(
+        (outcome.itl_ms.p50.unwrap() - first).abs() < 1e-3,
+        "{outcome:?}"
+    );
     assert!((outcome.ttft_ms.p99.unwrap() - (2000.0 + 190.0)).abs() < 1e-3);
 }
 
@@ -172,7 +182,10 @@ fn every_block_is_moved_saved_or_computed() {
             let parts = outcome.moved_bytes + outcome.saved_bytes + outcome.recomputed_bytes;
             assert_eq!(parts, full, "{policy:?}");
             assert_eq!(outcome.full_bytes, full);
-            assert_eq!(outcome.stale_claims, outcome.recomputed + outcome.asked_again);
+            assert_eq!(
+                outcome.stale_claims,
+                outcome.recomputed + outcome.asked_again
+            );
             assert!(outcome.stale_claims <= outcome.claims);
         }
     }
@@ -199,7 +212,10 @@ fn what_is_saved_grows_with_the_weight_up_to_one_cache_for_all() {
         let share = |policy| run(&trace, &fleet, policy).unwrap().saved_share;
         let grows = [0.0, 0.5, 1.0, 4.0].map(|one| share(Policy::Overlap(weight(one))));
         assert!(grows.is_sorted(), "{grows:?}");
-        assert!(grows[3] > 0.8 * pooled.saved_share, "{grows:?} of {pooled:?}");
+        assert!(
+            grows[3] > 0.8 * pooled.saved_share,
+            "{grows:?} of {pooled:?}"
+        );
         for policy in [Policy::Longest, Policy::LongestBelow] {
             assert!(share(policy) <= pooled.saved_share, "{policy:?}");
         }
@@ -295,14 +311,32 @@ fn full_workers_make_requests_wait_and_all_end() {
 fn fleets_that_a_trace_cannot_go_through_are_named() {
     let trace = trace(&[(0, 512, 1, &[0]), (1, 5 * 512, 1, &[0, 1, 2, 3, 4])]);
     let fleets = [
-        (Settings { decode: 0, ..settings() }, "there is no decode worker"),
-        (Settings { prefill: 0, ..settings() }, "there is no prefill worker"),
         (
-            Settings { capacity: 4, ..settings() },
+            Settings {
+                decode: 0,
+                ..settings()
+            },
+            "there is no decode worker",
+        ),
+        (
+            Settings {
+                prefill: 0,
+                ..settings()
+            },
+            "there is no prefill worker",
+        ),
+        (
+            Settings {
+                capacity: 4,
+                ..settings()
+            },
             "a decode worker of 4 blocks has no room for the 5 blocks of request 2 of the trace",
         ),
         (
-            Settings { prefill_capacity: 2, ..settings() },
+            Settings {
+                prefill_capacity: 2,
+                ..settings()
+            },
             "a prefill worker of 2 blocks has no room for the 5 blocks of request 2 of the trace",
         ),
     ];

@@ -11,6 +11,6 @@ mod synthetic;
 mod tests;
 
 pub(crate) use line::Format;
-pub(crate) use read::{BadTrace, Reading, read};
+pub(crate) use read::{Reading, read};
 pub(crate) use requests::{Node, Request, Trace};
 pub(crate) use synthetic::Synthetic;

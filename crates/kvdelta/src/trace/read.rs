@@ -145,7 +145,7 @@ impl Rows {
             if line.trim().is_empty() {
                 continue;
             }
-            if let Err(source) = self.add_line(&line) {
+            if let Err(source) = self.add_line(line.trim_end()) {
                 let bad = BadTrace::Line {
                     path: path.to_owned(),
                     number,

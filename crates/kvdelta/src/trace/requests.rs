@@ -111,7 +111,10 @@ impl Trace {
         let start = self.nodes.len();
         self.nodes.extend(nodes);
         let added = &self.nodes[start..];
-        let most = added.iter().max().map_or(0, |most| most.0.saturating_add(1));
+        let most = added
+            .iter()
+            .max()
+            .map_or(0, |most| most.0.saturating_add(1));
         self.distinct = self.distinct.max(most);
         self.requests.push(Request {
             at,

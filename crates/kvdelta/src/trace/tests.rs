@@ -11,9 +11,9 @@ use flate2::write::GzEncoder;
 use kvdelta_indexer::BlockSize;
 use tempfile::TempDir;
 
-use super::read::Readout;
+use super::read::{BadTrace, Readout};
 use super::requests::Interner;
-use super::{BadTrace, Node, Reading, Synthetic, Trace, read};
+use super::{Node, Reading, Synthetic, Trace, read};
 
 const GOOD: &str =
     r#"{"timestamp": 5, "input_length": 5, "output_length": 2, "hash_ids": [7, 8, 9]}"#;
@@ -66,7 +66,10 @@ fn bad_lines_are_named_with_their_number() {
     let cases: &[(&str, &str)] = &[
         ("{", "EOF while parsing an object at column 1"),
         ("7", "invalid type: integer `7`"),
-        (r#"{"timestamp": 6, "input_length": 5, "output_length": 2}"#, "missing field `hash_ids`"),
+        (
+            r#"{"timestamp": 6, "input_length": 5, "output_length": 2}"#,
+            "missing field `hash_ids`",
+        ),
         (
             r#"{"timestamp": 6, "input_length": -5, "output_length": 2, "hash_ids": []}"#,
             "integer `-5`",
@@ -100,8 +103,14 @@ fn bad_lines_are_named_with_their_number() {
     }
     let dynamo_cases: &[(String, &str)] = &[
         (event(""), "a request_end without request"),
-        (dynamo(r#""output_tokens":1"#), "a request_end without request.replay"),
-        (dynamo(hashes), "a request_end without request.output_tokens"),
+        (
+            dynamo(r#""output_tokens":1"#),
+            "a request_end without request.replay",
+        ),
+        (
+            dynamo(hashes),
+            "a request_end without request.output_tokens",
+        ),
         (
             dynamo(&format!(r#""output_tokens":1,{hashes}"#)),
             "the line's blocks have 4 tokens, not 2",
@@ -110,8 +119,14 @@ fn bad_lines_are_named_with_their_number() {
             dynamo(&format!(r#""output_tokens":1,{hashes}"#)).replace("size\":4", "size\":0"),
             "block",
         ),
-        (event("").replace("v1", "v2"), "the schema is dynamo.request.trace.v2"),
-        (event("").replace("request_end", "other"), "event_type other is not known"),
+        (
+            event("").replace("v1", "v2"),
+            "the schema is dynamo.request.trace.v2",
+        ),
+        (
+            event("").replace("request_end", "other"),
+            "event_type other is not known",
+        ),
     ];
     for (line, expected) in dynamo_cases {
         let error = said(read_text(line, reading()).unwrap_err());
@@ -187,9 +202,14 @@ fn records_of_dynamo_are_sorted_and_bring_their_block_size() {
         record(r#""request_received_ms":1050,"#, "[11,22,33]"),
         r#"{"schema":"dynamo.request.trace.v1","event_type":"tool_end","event_time_unix_ms":3}"#
             .to_owned(),
-        format!(r#"{{"event":{}}}"#, record(r#""total_time_ms":80.0,"#, "[11,44,55]")),
+        format!(
+            r#"{{"event":{}}}"#,
+            record(r#""total_time_ms":80.0,"#, "[11,44,55]")
+        ),
     ];
-    let trace = read_text(&lines.join("\n"), Reading::default()).unwrap().trace;
+    let trace = read_text(&lines.join("\n"), Reading::default())
+        .unwrap()
+        .trace;
     assert_eq!(trace.block_size(), size(2));
     // Numbers are those of the lines' order.
     assert_eq!(all(&trace), [(0, 5, 4, vec![0, 2]), (30, 5, 4, vec![0, 1])]);
@@ -238,9 +258,13 @@ fn a_made_trace_is_what_its_settings_say() {
         let new = path.iter().position(|node| !seen.contains(node));
         known += new.unwrap_or(path.len());
         whole += path.len();
-        assert!(path[new.unwrap_or(path.len())..].iter().all(|node| !seen.contains(node)));
+        assert!(
+            path[new.unwrap_or(path.len())..]
+                .iter()
+                .all(|node| !seen.contains(node))
+        );
         seen.extend(path);
     }
-    let share = f64::from(known as u32) / f64::from(whole as u32);
+    let share = known as f64 / whole as f64;
     assert!((0.3..0.8).contains(&share), "{share} could be saved");
 }
