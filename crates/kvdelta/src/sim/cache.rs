@@ -6,45 +6,51 @@
 //! let go first goes first, and a request lets its last block go first. So a prefix outlives what stands behind it, as
 //! in vLLM's block pool.
 
-use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+
+use rustc_hash::{FxBuildHasher, FxHashMap};
 
 use crate::trace::Node;
 
-/// No slot.
-const NONE: u32 = u32::MAX;
+/// Blocks that there is memory for from the start.
+const ROOM: usize = 4096;
 
 /// Blocks of a worker: findable ones, pinned or idle, and room that running requests have reserved.
 #[derive(Clone, Debug)]
 pub(crate) struct Cache {
     capacity: usize,
-    places: FxHashMap<Node, u32>,
-    slots: Vec<Slot>,
-    free: Vec<u32>,
-    /// The idle ones, by the time when they were let go.
-    oldest: u32,
-    newest: u32,
+    blocks: FxHashMap<Node, Block>,
+    /// Blocks in the order in which they were let go, and which time that was. Those that were pinned since or have
+    /// gone are passed over, which is faster than to take them out of the middle.
+    released: VecDeque<(Node, u32)>,
+    /// Number of the next release.
+    release: u32,
     idle: usize,
     reserved: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Slot {
-    node: Node,
+struct Block {
     pins: u32,
-    older: u32,
-    newer: u32,
+    /// Number of its last release.
+    release: u32,
+}
+
+impl Block {
+    const fn is_idle_since(self, release: u32) -> bool {
+        self.pins == 0 && self.release == release
+    }
 }
 
 impl Cache {
     /// An empty cache of `capacity` blocks.
     pub(crate) fn new(capacity: usize) -> Self {
+        let room = capacity.min(ROOM);
         Self {
             capacity,
-            places: FxHashMap::default(),
-            slots: Vec::new(),
-            free: Vec::new(),
-            oldest: NONE,
-            newest: NONE,
+            blocks: FxHashMap::with_capacity_and_hasher(room, FxBuildHasher),
+            released: VecDeque::with_capacity(room),
+            release: 0,
             idle: 0,
             reserved: 0,
         }
@@ -53,31 +59,34 @@ impl Cache {
     /// Leading blocks of `path` that are here.
     pub(crate) fn held(&self, path: &[Node]) -> usize {
         path.iter()
-            .take_while(|node| self.places.contains_key(node))
+            .take_while(|node| self.blocks.contains_key(node))
             .count()
     }
 
     /// Pins the blocks of `held`, all of which are here, and reserves room for `more`; what has to go for it is
     /// appended to `gone`. `false`: there is no room, and nothing was done.
     pub(crate) fn admit(&mut self, held: &[Node], more: usize, gone: &mut Vec<Node>) -> bool {
-        let pins = |node| {
-            self.places
-                .get(node)
-                .map(|slot| &self.slots[*slot as usize])
-        };
-        let idle = held.iter().filter_map(pins).filter(|slot| slot.pins == 0);
-        let pinned = self.places.len() - self.idle + idle.count();
+        for node in held {
+            self.pin(*node);
+        }
+        let pinned = self.blocks.len() - self.idle;
         if pinned + self.reserved + more > self.capacity {
+            for node in held {
+                self.unpin(*node);
+            }
             return false;
         }
-        for node in held {
-            if let Some(slot) = self.places.get(node).copied() {
-                self.pin(slot);
-            }
-        }
         self.reserved += more;
-        while self.places.len() + self.reserved > self.capacity {
-            gone.push(self.evict());
+        while self.blocks.len() + self.reserved > self.capacity {
+            let Some((node, release)) = self.released.pop_front() else {
+                break;
+            };
+            let block = self.blocks.get(&node);
+            if block.is_some_and(|block| block.is_idle_since(release)) {
+                self.blocks.remove(&node);
+                self.idle -= 1;
+                gone.push(node);
+            }
         }
         true
     }
@@ -86,30 +95,17 @@ impl Cache {
     /// Those that somebody else brought in meanwhile are shared. How many of them these were.
     pub(crate) fn fill(&mut self, path: &[Node]) -> usize {
         let mut shared = 0;
+        self.reserved -= path.len();
         for node in path {
-            self.reserved -= 1;
-            if let Some(slot) = self.places.get(node).copied() {
-                self.pin(slot);
+            if self.pin(*node) {
                 shared += 1;
-                continue;
+            } else {
+                let block = Block {
+                    pins: 1,
+                    release: 0,
+                };
+                self.blocks.insert(*node, block);
             }
-            let slot = Slot {
-                node: *node,
-                pins: 1,
-                older: NONE,
-                newer: NONE,
-            };
-            let place = match self.free.pop() {
-                Some(place) => {
-                    self.slots[place as usize] = slot;
-                    place
-                }
-                None => {
-                    self.slots.push(slot);
-                    u32::try_from(self.slots.len() - 1).unwrap_or(NONE)
-                }
-            };
-            self.places.insert(*node, place);
         }
         shared
     }
@@ -118,65 +114,52 @@ impl Cache {
     pub(crate) fn release(&mut self, path: &[Node], more: usize) {
         self.reserved -= more;
         for node in path.iter().rev() {
-            let Some(place) = self.places.get(node).copied() else {
-                continue;
-            };
-            let slot = &mut self.slots[place as usize];
-            slot.pins -= 1;
-            if slot.pins > 0 {
-                continue;
+            let release = self.release;
+            if let Some(block) = self.unpin(*node) {
+                block.release = release;
+                self.released.push_back((*node, release));
+                self.release = release.wrapping_add(1);
             }
-            (slot.older, slot.newer) = (self.newest, NONE);
-            match self.slots.get_mut(self.newest as usize) {
-                Some(newest) => newest.newer = place,
-                None => self.oldest = place,
-            }
-            self.newest = place;
-            self.idle += 1;
+        }
+        if self.released.len() > 2 * self.capacity {
+            let blocks = &self.blocks;
+            self.released.retain(|(node, release)| {
+                let block = blocks.get(node);
+                block.is_some_and(|block| block.is_idle_since(*release))
+            });
         }
     }
 
-    fn pin(&mut self, place: u32) {
-        let slot = &mut self.slots[place as usize];
-        slot.pins += 1;
-        if slot.pins == 1 {
-            self.unlink(place);
-        }
+    /// Pins a block; `false`: it is not here.
+    fn pin(&mut self, node: Node) -> bool {
+        let Some(block) = self.blocks.get_mut(&node) else {
+            return false;
+        };
+        self.idle -= usize::from(block.pins == 0);
+        block.pins += 1;
+        true
     }
 
-    /// Takes a block out of the idle ones.
-    fn unlink(&mut self, place: u32) {
-        let Slot { older, newer, .. } = self.slots[place as usize];
-        match self.slots.get_mut(older as usize) {
-            Some(older) => older.newer = newer,
-            None => self.oldest = newer,
+    /// Takes a pin back; the block, if that was the last one.
+    fn unpin(&mut self, node: Node) -> Option<&mut Block> {
+        let block = self.blocks.get_mut(&node)?;
+        block.pins -= 1;
+        if block.pins > 0 {
+            return None;
         }
-        match self.slots.get_mut(newer as usize) {
-            Some(newer) => newer.older = older,
-            None => self.newest = older,
-        }
-        self.idle -= 1;
-    }
-
-    /// Throws the oldest idle block out, of which there must be one.
-    fn evict(&mut self) -> Node {
-        let place = self.oldest;
-        self.unlink(place);
-        let node = self.slots[place as usize].node;
-        self.places.remove(&node);
-        self.free.push(place);
-        node
+        self.idle += 1;
+        Some(block)
     }
 
     /// Blocks that can be found.
     #[cfg(test)]
     pub(crate) fn nodes(&self) -> impl Iterator<Item = Node> + '_ {
-        self.places.keys().copied()
+        self.blocks.keys().copied()
     }
 
     /// Whether no request has anything here.
     #[cfg(test)]
     pub(crate) fn is_idle(&self) -> bool {
-        self.idle == self.places.len() && self.reserved == 0
+        self.idle == self.blocks.len() && self.reserved == 0
     }
 }

@@ -48,9 +48,13 @@ impl PrefillPool {
     /// The worker that would be done with a prompt first; of equal ones, the one that has been idle longest.
     pub(crate) fn soonest(&self, request: &Request, path: &[Node], now: Duration) -> usize {
         let done = |worker: &Worker| {
-            let cached = self.cached(worker, request, path);
+            if worker.cache.is_none() {
+                // It takes all of them as long.
+                return Duration::ZERO;
+            }
             let wait = worker.free_at.saturating_sub(now);
-            wait + self.time(request.prompt_tokens as usize - cached)
+            let cached = self.cached(worker, request, path);
+            wait.saturating_add(self.time(request.prompt_tokens as usize - cached))
         };
         let workers = self.workers.iter().enumerate();
         let soonest = workers.min_by_key(|(_, worker)| (done(worker), worker.free_at));
