@@ -22,7 +22,8 @@ pub(crate) enum Policy {
     Pair(Weight),
     /// Reference: the longest prefix, whatever the load.
     Longest,
-    /// Reference: the longest prefix among the workers whose load is at most 1.5 times the mean.
+    /// Reference: the longest prefix among the workers whose load is at most 1.5 times the mean, if it is longer
+    /// than a block; else the least load.
     LongestBelow,
     /// Reference: one cache as large as those of all workers.
     Pooled,
@@ -30,6 +31,9 @@ pub(crate) enum Policy {
 
 /// The line of [`Policy::LongestBelow`].
 const BELOW: f64 = 1.5;
+/// The shortest prefix, in blocks, that it follows. A first block that nearly all prompts share would else draw all
+/// requests to the workers that happen to hold it.
+const DRAWS: usize = 2;
 
 /// What a policy may see.
 #[derive(Debug)]
@@ -180,7 +184,10 @@ impl Policy {
             mixed ^ (mixed >> 32)
         };
         let below = candidates.iter().filter(|one| load(one) as f64 <= line);
-        below.min_by_key(|one| (Reverse(one.cached_blocks), load(one), lot(one)))
+        let longest = below.min_by_key(|one| (Reverse(one.cached_blocks), load(one), lot(one)));
+        let draws = |one: &&Candidate| self == Self::Longest || one.cached_blocks >= DRAWS;
+        let least = || candidates.iter().min_by_key(|one| (load(one), lot(one)));
+        longest.filter(draws).or_else(least)
     }
 }
 
