@@ -195,6 +195,7 @@ fn draw(area: &Area<'_>, axis: &Axis, measure: usize, name: &str) -> Result<()> 
         .x_label_formatter(&label)
         .x_desc(axis.title)
         .y_labels(6)
+        .max_light_lines(0)
         .y_desc(name)
         .label_style((FONT, 12))
         .draw()?;

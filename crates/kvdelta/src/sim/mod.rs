@@ -2,6 +2,7 @@
 
 //! A fleet of prefill and decode workers that a trace goes through, routed by the real index and cost.
 
+mod balance;
 mod cache;
 mod decode;
 mod feed;

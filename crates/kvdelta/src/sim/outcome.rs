@@ -26,10 +26,10 @@ pub(crate) struct Outcome {
     /// Stale claims after which the decode worker computed, and after which prefill was asked again.
     pub(crate) recomputed: u64,
     pub(crate) asked_again: u64,
-    /// Mean over all choices of the largest load by the mean load, in blocks that are booked.
+    /// Mean over all arrivals at decode workers of the largest load by the mean, in blocks of requests that are there.
     /// `None` of one cache for all.
     pub(crate) imbalance: Option<f64>,
-    /// Booked blocks times the time that they were, of the busiest worker by the mean of all.
+    /// These blocks times the time that they were there, of the busiest worker by the mean of all.
     pub(crate) busiest: Option<f64>,
     /// Choices for which every worker was refused, so that the least loaded one got the request.
     pub(crate) overloaded: u64,

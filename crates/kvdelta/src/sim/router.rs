@@ -28,12 +28,8 @@ pub(crate) struct Router {
     cool_downs: Vec<Option<CoolDown>>,
     /// Workers about which a report of a stale claim is in force.
     lowered: Vec<usize>,
-    /// Blocks that are booked on each worker, and on all.
+    /// Blocks that are booked on each worker.
     loads: Vec<usize>,
-    load: usize,
-    /// Sum over all choices of the largest load by the mean.
-    uneven: f64,
-    choices: u64,
     /// Choices for which every worker was refused.
     pub(crate) overloaded: u64,
 }
@@ -83,9 +79,6 @@ impl Router {
             cool_downs: vec![None; settings.decode],
             lowered: Vec::new(),
             loads: vec![0; settings.decode],
-            load: 0,
-            uneven: 0.0,
-            choices: 0,
             overloaded: 0,
         })
     }
@@ -132,7 +125,8 @@ impl Router {
         });
         let place = |of: WorkerRank| usize::try_from(of.worker.0).unwrap_or_default();
         let decode = place(picked.decode);
-        self.book(decode, shape.blocks());
+        self.loads[decode] += shape.blocks();
+        self.tell(decode);
         Routed {
             decode,
             claimed: picked.claimed,
@@ -140,19 +134,9 @@ impl Router {
         }
     }
 
-    fn book(&mut self, decode: usize, blocks: usize) {
-        self.loads[decode] += blocks;
-        self.load += blocks;
-        self.tell(decode);
-        let most = self.loads.iter().copied().max().unwrap_or_default();
-        self.uneven += most as f64 * self.loads.len() as f64 / self.load as f64;
-        self.choices += 1;
-    }
-
     /// A request of `blocks` blocks has ended.
     pub(crate) fn release(&mut self, decode: usize, blocks: usize) {
         self.loads[decode] -= blocks;
-        self.load -= blocks;
         self.tell(decode);
     }
 
@@ -227,11 +211,6 @@ impl Router {
             }
             !is_over
         });
-    }
-
-    /// Mean over all choices of the largest load by the mean load.
-    pub(crate) fn imbalance(&self) -> f64 {
-        self.uneven / self.choices as f64
     }
 
     /// Lets the index hear what is still on its way.

@@ -9,6 +9,7 @@ use std::time::Duration;
 use kvdelta_indexer::Millis;
 use kvdelta_transfer::{Choice, Recovery, RecoverySettings, Stale};
 
+use super::balance::Balance;
 use super::cache::Cache;
 use super::decode::{DecodeWorker, Running};
 use super::outcome::{Outcome, Percentiles};
@@ -70,6 +71,8 @@ struct Leg {
     claimed: usize,
     /// When the decode worker was booked.
     booked: Duration,
+    /// When it got the request, for the first time.
+    came: Option<Duration>,
     /// Blocks that the decode worker had.
     held: usize,
     /// Whether the decode worker computes what it lacks.
@@ -106,8 +109,7 @@ struct Tally {
     recomputed: u64,
     asked_again: u64,
     waited: u64,
-    /// Of each decode worker: blocks times seconds.
-    busy: Vec<f64>,
+    balance: Balance,
     ttft_ms: Vec<f64>,
     itl_ms: Vec<f64>,
 }
@@ -140,7 +142,7 @@ impl<'a> FleetRun<'a> {
             steps: BinaryHeap::new(),
             order: 0,
             tally: Tally {
-                busy: vec![0.0; settings.decode],
+                balance: Balance::new(settings.decode),
                 ttft_ms: Vec::with_capacity(requests),
                 itl_ms: Vec::with_capacity(requests),
                 ..Tally::default()
@@ -227,7 +229,14 @@ impl<'a> FleetRun<'a> {
         if self.leg(number).decode.is_none() {
             self.route(number, now);
         }
-        if let Some(decode) = self.leg(number).decode {
+        let leg = &mut self.legs[number as usize];
+        if let Some(decode) = leg.decode {
+            if leg.came.is_none() {
+                leg.came = Some(now);
+                let request = &self.trace.requests()[number as usize];
+                let blocks = request.blocks(self.trace.block_size());
+                self.tally.balance.begin(decode, blocks);
+            }
             self.decode[decode].waiting.push_back(number);
             self.admit(decode, now);
         }
@@ -371,8 +380,8 @@ impl<'a> FleetRun<'a> {
         worker.cache.release(path, blocks - path.len());
         self.router.release(decode, blocks);
         let leg = self.legs[number as usize];
-        let booked = now.saturating_sub(leg.booked).as_secs_f64();
-        self.tally.busy[decode] += blocks as f64 * booked;
+        let time = now.saturating_sub(leg.came.unwrap_or(now));
+        self.tally.balance.end(decode, blocks, time);
         if request.output_tokens > 1 {
             let decoded = ms(now.saturating_sub(leg.began));
             let itl_ms = decoded / f64::from(request.output_tokens);
@@ -394,15 +403,13 @@ impl<'a> FleetRun<'a> {
             recomputed,
             asked_again,
             waited,
-            busy,
+            balance,
             mut ttft_ms,
             mut itl_ms,
         } = self.tally;
         let bytes = |blocks: u64| blocks.saturating_mul(self.settings.block_bytes);
         let full_blocks = moved_blocks + saved_blocks + recomputed_blocks;
         let prompt_tokens = self.trace.prompt_tokens();
-        let all_busy: f64 = busy.iter().sum();
-        let most_busy = busy.iter().copied().fold(0.0, f64::max);
         // Of one cache for all, only what it saves means something.
         let is_fleet = self.policy != Policy::Pooled;
         let (events_lost, events_refused) = self.router.events();
@@ -423,8 +430,8 @@ impl<'a> FleetRun<'a> {
             stale_claims: stale,
             recomputed,
             asked_again,
-            imbalance: is_fleet.then(|| self.router.imbalance()),
-            busiest: is_fleet.then(|| most_busy * busy.len() as f64 / all_busy),
+            imbalance: is_fleet.then(|| balance.imbalance()),
+            busiest: is_fleet.then(|| balance.busiest()),
             overloaded: self.router.overloaded,
             waited,
             events_lost,
