@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `kvdelta`: looks at a running Dynamo deployment from outside.
+//! `kvdelta`: looks at a running Dynamo deployment from outside, and says what a delta saves.
 
 mod cmd;
 mod doctor;
+mod estimate;
 mod observe;
 mod render;
 
@@ -11,7 +12,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks at a running Dynamo deployment from outside; changes nothing.
+/// Looks at a running Dynamo deployment from outside, or reckons what a delta saves; changes nothing.
 #[derive(Debug, Parser)]
 #[command(name = "kvdelta", version)]
 struct Cli {
@@ -23,6 +24,8 @@ struct Cli {
 enum Command {
     /// Say what keeps `decode_overlap_score_weight` from helping.
     Doctor(cmd::doctor::Options),
+    /// Say by formula what a delta saves of one request.
+    Estimate(Box<cmd::estimate::Options>),
     /// Show what live workers hold, by their KV events.
     Observe(Box<cmd::observe::Options>),
 }
@@ -30,6 +33,7 @@ enum Command {
 fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Doctor(options) => cmd::doctor::run(&options),
+        Command::Estimate(options) => cmd::estimate::run(&options),
         Command::Observe(options) => cmd::observe::run(&options),
     }
 }
