@@ -41,6 +41,7 @@ const DEVICE: &str = "h100";
 const DEVICES: u64 = 8;
 const UTILISATION: f64 = 0.5;
 
+const MIB: f64 = 1_048_576.0;
 const GIB: f64 = 1_073_741_824.0;
 
 /// The RFC's rows: a prompt, and what D holds of it.
@@ -165,7 +166,7 @@ impl Said {
     fn of_bytes(&self, bytes: u64) -> Verdict {
         let (decimal, binary) = match self.unit {
             "GB" => (1e9, GIB),
-            "MB" => (1e6, GIB / 1024.0),
+            "MB" => (1e6, MIB),
             _ => (1024.0, 1024.0),
         };
         if self.is(bytes as f64 / decimal) {
@@ -273,11 +274,11 @@ fn transfer(shape: &Shape, scale: &[ScaleRow]) -> Result<Vec<Cell>, ModelError> 
     let half = Said::new(160.0, 0, "KiB");
     let token = shape.token_bytes(1)?;
     let mut cells = vec![Cell {
-        figure: "KV a token, behind the table".to_owned(),
+        figure: "KV a token".to_owned(),
         said: half.text(),
         formula: binary_bytes(token),
         verdict: half.of_bytes(token),
-        remark: "half: keys or values alone".to_owned(),
+        remark: "inferred: its bytes are half of what others have".to_owned(),
     }];
     if let Some(row) = scale.last() {
         let tokens = count(row.prompt_tokens);
@@ -447,7 +448,15 @@ fn literature(llama: &Shape) -> Result<Vec<Cell>, ModelError> {
 fn shown(said: Said, value: u64) -> String {
     match (said.unit, said.of_bytes(value)) {
         ("KiB", _) => binary_bytes(value),
-        (_, Verdict::AgreesInBinary) => format!("{} ({})", bytes(value), binary_bytes(value)),
+        (unit, Verdict::AgreesInBinary) => {
+            let (scale, name) = match unit {
+                "MB" => (MIB, "MiB"),
+                _ => (GIB, "GiB"),
+            };
+            let decimals = usize::try_from(said.decimals).unwrap_or(0);
+            let binary = value as f64 / scale;
+            format!("{} ({binary:.decimals$} {name})", bytes(value))
+        }
         _ => bytes(value),
     }
 }
@@ -458,7 +467,7 @@ pub(crate) fn text(rfc: &Rfc) -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
-        "{}; 100 Gbit/s\n{}\n\nScale of impact: the RFC's rows by formula, and with half of the bytes a token\n",
+        "{}; 100 Gbit/s\n{}\n\nScale of impact: the RFC's rows by formula; its own bytes are the half\n",
         rfc.model, rfc.tolerance
     );
     text.push_str(&scale(&rfc.scale));
