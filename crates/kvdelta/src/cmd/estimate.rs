@@ -253,8 +253,8 @@ impl Model {
     fn of_config(path: &Path) -> Result<Self> {
         let shown = path.display();
         let text = fs::read_to_string(path).with_context(|| format!("cannot read {shown}"))?;
-        let json: Value =
-            serde_json::from_str(&text).with_context(|| format!("{shown} is no JSON"))?;
+        let json: Value = serde_json::from_str(&text)
+            .with_context(|| format!("{shown} is no JSON (nor are Infinity and NaN)"))?;
         let config = Config::read(&json).with_context(|| format!("{shown}"))?;
         Ok(Self {
             name: config.model.unwrap_or_else(|| "by its config".to_owned()),

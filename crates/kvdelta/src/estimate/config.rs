@@ -32,7 +32,8 @@ const EXPERTS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts
 const EXPERTS_A_TOKEN: &[&str] = &["num_experts_per_tok", "num_experts_per_token"];
 
 /// Keys of models with layers that keep a state: Mamba, linear attention, recurrences.
-const STATE_KEYS: [&str; 8] = [
+const STATE_KEYS: [&str; 9] = [
+    "block_types",
     "hybrid_override_pattern",
     "layers_block_type",
     "attn_layer_period",
@@ -46,12 +47,14 @@ const STATE_PREFIXES: [&str; 3] = ["mamba_", "ssm_", "rwkv_"];
 /// Such models whose configs may have none of these keys.
 const STATE_MODELS: [&str; 4] = ["mamba", "mamba2", "falcon_mamba", "rwkv"];
 
-/// Keys of models whose layers differ in their heads, share KV, or compress it.
-const UNEVEN_KEYS: [&str; 4] = [
+/// Keys of models whose layers differ in their heads, share KV, compress it, or keep that of images.
+const UNEVEN_KEYS: [&str; 6] = [
     "block_configs",
     "compress_ratios",
+    "cross_attention_layers",
     "global_head_dim",
     "num_global_key_value_heads",
+    "per_layer_config",
 ];
 
 /// Models whose MLP has two matrices, not three.
@@ -82,7 +85,7 @@ pub(crate) enum ConfigError {
     )]
     State(String),
     #[error(
-        "`{0}` tells of layers that differ in heads or share KV, which are not covered: give the \
+        "`{0}` tells of layers that differ in what they keep, which are not covered: give the \
          shape by --layers, --kv-heads and --head-dim"
     )]
     Uneven(String),
@@ -246,7 +249,10 @@ impl Keys<'_> {
             };
             return Ok((Cache::Latent { rank, rope_dim }, attention));
         }
-        let kv_heads = self.count(KV_HEADS)?.unwrap_or(heads);
+        let kv_heads = match self.is("multi_query") && !self.is("new_decoder_architecture") {
+            true => 1,
+            false => self.count(KV_HEADS)?.unwrap_or(heads),
+        };
         let head_dim = match self.number(HEAD_DIM)? {
             Some(head_dim @ 1..) => head_dim,
             // Some configs have a 0 for none.
@@ -370,6 +376,12 @@ impl Keys<'_> {
             warnings.push(
                 "`index_head_dim` tells of a sparse attention: the index's own cache is left out, \
                  and attention's work is less"
+                    .to_owned(),
+            );
+        }
+        if self.word("model_type") == Some("minicpm3") {
+            warnings.push(
+                "vLLM does not store minicpm3 as a latent but by head: give it the shape"
                     .to_owned(),
             );
         }

@@ -182,6 +182,15 @@ fn defaults_of_heads() {
             value_dim: 96
         }
     ));
+    let one = |keys| {
+        let config = read(&with(without(llama_70b(), "num_key_value_heads"), keys));
+        matches!(config.cache, Cache::Heads { kv_heads: 1, .. })
+    };
+    assert!(one(json!({"multi_query": true})));
+    assert!(!one(json!({"multi_query": false})));
+    assert!(!one(
+        json!({"multi_query": true, "new_decoder_architecture": true})
+    ));
     let gpt2 = json!({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768});
     let config = read(&gpt2);
     assert!(matches!(
@@ -260,9 +269,21 @@ fn what_is_not_covered_or_wrong_is_named() {
         (json!({"model_type": "rwkv"}), "`model_type rwkv`"),
         (
             json!({"num_kv_shared_layers": 20}),
-            "`num_kv_shared_layers` tells of layers that differ",
+            "`num_kv_shared_layers` tells of layers that differ in what they keep",
         ),
         (json!({"compress_ratios": [4, 128]}), "`compress_ratios`"),
+        (
+            json!({"per_layer_config": {"05": {"head_dim": 512}}}),
+            "`per_layer_config`",
+        ),
+        (
+            json!({"cross_attention_layers": [3]}),
+            "`cross_attention_layers`",
+        ),
+        (
+            json!({"block_types": ["recurrent", "attention"]}),
+            "`block_types`",
+        ),
         (json!({"is_encoder_decoder": true}), "an encoder"),
         (json!({"num_hidden_layers": 0}), "`num_hidden_layers` is 0"),
         (
