@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `kvdelta`: looks at a running Dynamo deployment from outside, and says what a delta saves.
+//! `kvdelta`: looks at a running Dynamo deployment from outside.
 
 mod cmd;
 mod doctor;
@@ -12,7 +12,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks at a running Dynamo deployment from outside, or reckons what a delta saves; changes nothing.
+/// Looks at a running Dynamo deployment from outside; changes nothing.
 #[derive(Debug, Parser)]
 #[command(name = "kvdelta", version)]
 struct Cli {
