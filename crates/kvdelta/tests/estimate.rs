@@ -99,6 +99,15 @@ fn the_rfc_as_text() {
 }
 
 #[test]
+fn the_docs_show_what_is_printed() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let docs = fs::read_to_string(folder.join("savings.md")).unwrap();
+    for name in ["llama.txt", "rfc.txt"] {
+        assert!(docs.contains(&fixture(name)), "{name}");
+    }
+}
+
+#[test]
 fn the_report_as_json() {
     let request = ["--prompt", "2148", "--cached", "2148", "--block-size", "32"];
     let report = report(&with_shape(
