@@ -5,21 +5,11 @@
 use std::fmt::Write as _;
 
 use super::report::{Report, Row};
+use crate::render::Side::{Left, Right};
+use crate::render::Table;
 
-const COLUMNS: [&str; 12] = [
-    "policy",
-    "weight",
-    "decode",
-    "saved",
-    "hit",
-    "moved",
-    "stale",
-    "imbalance",
-    "busiest",
-    "TTFT p50",
-    "p99",
-    "ITL p50 / p99",
-];
+/// How many columns there are.
+const COLUMNS: usize = 12;
 
 /// The replay as text.
 pub(crate) fn text(report: &Report) -> String {
@@ -52,31 +42,29 @@ pub(crate) fn text(report: &Report) -> String {
         "link    {} bytes/s a decode worker; events {} ms late, {} of them lost; seed {}\n",
         fleet.link_bytes_per_s, fleet.event_delay_ms, fleet.event_loss, fleet.seed
     );
-    let rows: Vec<_> = report.rows.iter().map(cells).collect();
-    let widths: Vec<usize> = COLUMNS
-        .iter()
-        .enumerate()
-        .map(|(column, name)| {
-            let cells = rows.iter().map(|row| row[column].chars().count());
-            cells.chain([name.len()]).max().unwrap_or_default()
-        })
-        .collect();
-    let names = COLUMNS.map(str::to_owned);
-    for row in [&names].into_iter().chain(&rows) {
-        let mut line = String::new();
-        for (place, (cell, width)) in row.iter().zip(&widths).enumerate() {
-            let _ = match place {
-                0 => write!(line, "{cell:<width$}"),
-                _ => write!(line, "  {cell:>width$}"),
-            };
-        }
-        let _ = writeln!(text, "{}", line.trim_end());
-    }
+    let table = Table {
+        columns: [
+            ("policy", Left),
+            ("weight", Right),
+            ("decode", Right),
+            ("saved", Right),
+            ("hit", Right),
+            ("moved", Right),
+            ("stale", Right),
+            ("imbalance", Right),
+            ("busiest", Right),
+            ("TTFT p50", Right),
+            ("p99", Right),
+            ("ITL p50 / p99", Right),
+        ],
+        rows: report.rows.iter().map(cells).collect(),
+    };
+    text.push_str(&table.text());
     text.push_str(&remarks(report));
     text
 }
 
-fn cells(row: &Row) -> [String; COLUMNS.len()] {
+fn cells(row: &Row) -> [String; COLUMNS] {
     let outcome = &row.outcome;
     let number = |value: Option<f64>, digits: usize| {
         value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
