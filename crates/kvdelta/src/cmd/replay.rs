@@ -20,8 +20,10 @@ use crate::trace::{Format, Reading, Synthetic, Trace, read};
 
 /// Tokens of a block of a made trace, as of Mooncake's.
 const BLOCK_TOKENS: u32 = 512;
-/// The greatest number of workers or blocks.
+/// The greatest number of requests or blocks.
 const COUNT_MAX: usize = 100_000_000;
+/// The greatest number of workers.
+const WORKERS_MAX: usize = 100_000;
 
 /// Options of `kvdelta replay`.
 #[derive(Debug, Args)]
@@ -84,7 +86,7 @@ pub(crate) struct Options {
     weights: Vec<Weight>,
 
     /// Prefill workers.
-    #[arg(long, value_name = "WORKERS", default_value = "16", value_parser = count)]
+    #[arg(long, value_name = "WORKERS", default_value = "16", value_parser = workers)]
     prefill: usize,
 
     /// Prompt tokens that a prefill worker computes in a second; inf: prefill takes no time.
@@ -96,7 +98,7 @@ pub(crate) struct Options {
     prefill_capacity: usize,
 
     /// Decode workers; several numbers are compared.
-    #[arg(long, value_name = "WORKERS", value_delimiter = ',', default_value = "16", value_parser = count)]
+    #[arg(long, value_name = "WORKERS", value_delimiter = ',', default_value = "16", value_parser = workers)]
     decode: Vec<usize>,
 
     /// Blocks of a decode worker's KV cache.
@@ -107,9 +109,9 @@ pub(crate) struct Options {
     #[arg(long, value_name = "MS", default_value = "10", value_parser = positive)]
     itl: f64,
 
-    /// What a step takes more for each block of the requests that run: milliseconds.
-    #[arg(long, value_name = "MS", default_value = "0.025", value_parser = not_negative)]
-    itl_per_block: f64,
+    /// What a step takes more for each prompt token of the requests that run: microseconds.
+    #[arg(long, value_name = "US", default_value = "0.05", value_parser = not_negative)]
+    itl_per_token: f64,
 
     /// Prompt tokens that a decode worker computes in a second, after a stale claim.
     #[arg(long, value_name = "TOKENS", default_value = "5000", value_parser = rate)]
@@ -188,6 +190,13 @@ fn count(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(value @ 1..=COUNT_MAX) => Ok(value),
         _ => Err(format!("must be a whole number from 1 to {COUNT_MAX}")),
+    }
+}
+
+fn workers(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(value @ 1..=WORKERS_MAX) => Ok(value),
+        _ => Err(format!("must be a whole number from 1 to {WORKERS_MAX}")),
     }
 }
 
@@ -346,7 +355,7 @@ fn settings(options: &Options, decode: usize, block_size: BlockSize) -> Settings
         decode,
         capacity: options.capacity,
         itl_ms: options.itl,
-        itl_ms_per_block: options.itl_per_block,
+        itl_ms_per_block: options.itl_per_token * f64::from(u32::from(block_size)) / 1000.0,
         recompute_tokens_per_s: options.recompute_rate,
         link_bytes_per_s: options.link * 1e9,
         block_bytes: options

@@ -30,17 +30,20 @@ pub(crate) fn text(report: &Report) -> String {
     );
     let _ = writeln!(
         text,
-        "decode  {} workers, {} blocks of {} bytes each, step {} ms + {} ms a block",
+        "decode  {} workers, {} blocks of {} each, step {} ms + {:.4} ms a block",
         fleets.join(", "),
         fleet.capacity,
-        fleet.block_bytes,
+        bytes(fleet.block_bytes),
         fleet.itl_ms,
         fleet.itl_ms_per_block
     );
     let _ = writeln!(
         text,
-        "link    {} bytes/s a decode worker; events {} ms late, {} of them lost; seed {}\n",
-        fleet.link_bytes_per_s, fleet.event_delay_ms, fleet.event_loss, fleet.seed
+        "link    {} GB/s a decode worker; events {} ms late, {} of them lost; seed {}\n",
+        fleet.link_bytes_per_s / 1e9,
+        fleet.event_delay_ms,
+        fleet.event_loss,
+        fleet.seed
     );
     let table = Table {
         columns: [

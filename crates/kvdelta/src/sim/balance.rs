@@ -49,9 +49,11 @@ impl Balance {
     }
 
     /// Blocks times their time of the busiest worker by the mean of all.
-    pub(crate) fn busiest(&self) -> f64 {
+    ///
+    /// `None`: all requests ended at once.
+    pub(crate) fn busiest(&self) -> Option<f64> {
         let all: f64 = self.busy.iter().sum();
         let most = self.busy.iter().copied().fold(0.0, f64::max);
-        most * self.busy.len() as f64 / all
+        (all > 0.0).then(|| most * self.busy.len() as f64 / all)
     }
 }

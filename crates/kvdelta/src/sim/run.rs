@@ -431,7 +431,7 @@ impl<'a> FleetRun<'a> {
             recomputed,
             asked_again,
             imbalance: is_fleet.then(|| balance.imbalance()),
-            busiest: is_fleet.then(|| balance.busiest()),
+            busiest: balance.busiest().filter(|_| is_fleet),
             overloaded: self.router.overloaded,
             waited,
             events_lost,

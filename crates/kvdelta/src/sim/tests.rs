@@ -146,6 +146,17 @@ fn transfers_to_a_worker_come_one_after_the_other_and_only_what_it_lacks_travels
 }
 
 #[test]
+fn requests_without_an_answer_end_when_their_blocks_are_there() {
+    let trace = trace(&[(0, 600, 0, &[0]), (5, 600, 0, &[0]), (5, 600, 1, &[1])]);
+    let outcome = run(&trace, &instant(), Policy::Overlap(weight(1.0))).unwrap();
+    assert_eq!(outcome.saved_bytes, 1 << 20);
+    assert_eq!(outcome.itl_ms.p50, None);
+    let silent = self::trace(&[(0, 600, 0, &[0])]);
+    let outcome = run(&silent, &instant(), Policy::Load).unwrap();
+    assert_eq!((outcome.busiest, outcome.imbalance), (None, Some(8.0)));
+}
+
+#[test]
 fn equal_arguments_give_equal_outcomes() {
     let trace = made(1500);
     let fleet = Settings {
