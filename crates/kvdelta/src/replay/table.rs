@@ -30,12 +30,12 @@ pub(crate) fn text(report: &Report) -> String {
     );
     let _ = writeln!(
         text,
-        "decode  {} workers, {} blocks of {} each, step {} ms + {:.4} ms a block",
+        "decode  {} workers, {} blocks of {} each, step {} ms + {} ms a block",
         fleets.join(", "),
         fleet.capacity,
         bytes(fleet.block_bytes),
         fleet.itl_ms,
-        fleet.itl_ms_per_block
+        short(fleet.itl_ms_per_block)
     );
     let _ = writeln!(
         text,
@@ -136,4 +136,10 @@ fn bytes(count: u64) -> String {
         unit += 1;
     }
     format!("{value:.1} {}", units[unit])
+}
+
+/// Four digits behind the point at most.
+fn short(value: f64) -> String {
+    let text = format!("{value:.4}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
