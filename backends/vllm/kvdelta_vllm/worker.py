@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
@@ -78,6 +79,7 @@ class _KvdeltaWorker(NixlBaseConnectorWorker):
             compatibility_hash=payload.compatibility_hash,
             agent_metadata_bytes=payload.agent_metadata_bytes,
             lease_table=None if table is None else (table.address, 0, len(table)),
+            alone=not has_kv_transfer_group() or getattr(get_kv_transfer_group(), "connector_worker", None) is self,
         )
 
     def get_transfer_results(self) -> KVConnectorTransferResults:

@@ -125,6 +125,8 @@ class Engine:
     ahead: bool = False
     """Whether a step is scheduled before the output of the one before is there."""
     tables: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    sibling: bool = False
+    """Whether the connector stands in vLLM's MultiConnector, before one that saves when a request has ended."""
 
     def __post_init__(self) -> None:
         """Build the scheduler."""
@@ -153,14 +155,7 @@ class Engine:
             ),
             device_config=DeviceConfig("cpu"),
             parallel_config=ParallelConfig(),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=name,
-                kv_connector_module_path=None if self.stock else "kvdelta_vllm.connector",
-                kv_role="kv_both",
-                kv_buffer_device="cpu",
-                kv_load_failure_policy=self.policy,
-                kv_connector_extra_config=self.extra,
-            ),
+            kv_transfer_config=self._transfer_config(name),
         )
         groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(self.specs)]
         self.kv_cache_config = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -175,7 +170,8 @@ class Engine:
         )
         self._hasher = get_request_block_hasher(sizes[1], sha256)
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.half = self.scheduler.connector.connector_scheduler
+        connector = self.scheduler.connector
+        self.half = (connector.sub_connectors[0] if self.sibling else connector).connector_scheduler
         self.metas: list[Any] = []
         self._flying: deque[tuple[Any, dict[str, bool]]] = deque()
         self.watchers: list[Callable[[Engine, Any], None]] = []
@@ -183,6 +179,25 @@ class Engine:
         self.outputs: dict[str, Any] = {}
         if self.tables:
             self.half.prefill.set_tables(self.tables)
+
+    def _transfer_config(self, name: str) -> KVTransferConfig:
+        own = {
+            "kv_connector": name,
+            "kv_connector_module_path": None if self.stock else "kvdelta_vllm.connector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": self.extra,
+        }
+        if not self.sibling:
+            return KVTransferConfig(**own)
+        late = {"kv_connector": "SavesLate", "kv_connector_module_path": "saves_late", "kv_role": "kv_both"}
+        return KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy=self.policy,
+            kv_connector_extra_config={"connectors": [own, late]},
+        )
 
     @property
     def free(self) -> int:

@@ -548,6 +548,7 @@ def test_an_offer_is_read_once() -> None:
     # A notice of the second would free what the first is reading.
     assert set(d.meta.reqs_to_recv) == {"d1"}
     assert "d2" in d.outputs
+    assert d.count("offers", "repeated") == 1
 
 
 def test_push_cuts_what_is_written() -> None:
