@@ -194,7 +194,9 @@ WORKER: Final = (
         ),
     ),
     Touched(f"{_NIXL}.metadata", None, ("PUSH_REG_NOTIF_PREFIX",)),
-    Touched("vllm.distributed.kv_transfer", None, ("get_kv_transfer_group()", "has_kv_transfer_group()")),
+    Touched(
+        "vllm.distributed.kv_transfer.kv_transfer_state", None, ("get_kv_transfer_group()", "has_kv_transfer_group()")
+    ),
 )
 """What the worker halves touch."""
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class SavesLate(KVConnectorBase_V1, SupportsHMA):
     """Never done with its saves, so that vLLM holds the blocks."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
         self.saving: dict[str, list[list[int]]] = {}
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
