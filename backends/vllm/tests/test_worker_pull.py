@@ -230,6 +230,40 @@ def test_blocks_of_another_prompt_never_arrive_as_read(pair: Pair) -> None:
     pair.run(lambda: pair.sent(other) == [1])
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_b25c_block_5_is_dropped_on_the_prefill_worker_before_the_delta_arrives(
+    pair: Pair, monkeypatch: Any, *, is_read: bool
+) -> None:
+    """Blocks 0 to 2 are skipped, 3 to 7 offered; block 5 goes before the read, or between read and check."""
+    (p, d), (again_p, again) = names(), names()
+    prefill, decode = pair.prefill.worker, pair.decode.worker
+    skipped, offered = [10, 11, 12], [13, 14, 15, 16, 17]
+    prefill.fill(list(range(8)), 7.0)
+    lease = pair.offer(p, seconds=5.0)
+    with monkeypatch.context() as patch:
+        if is_read:
+            patch.setattr(decode.half, "_post_word_reads", lambda *_: None)
+            pair.fetch(d, offered, pair.prefill.params(p, [[3, 4, 5, 6, 7]]), lease)
+            pair.run(lambda: decode.half._checks.get(d) is not None and decode.half._checks[d].deadline is not None)
+            # The notice of the read has renewed the lease.
+            pair.run(lambda: prefill.half._reqs_to_send[p] > time.perf_counter() + 10)
+        prefill.half._reqs_to_send[p] = 0.0
+        pair.run(lambda: pair.sent(p) == [1])
+        prefill.fill([5], 9.0)
+    if not is_read:
+        pair.fetch(d, offered, pair.prefill.params(p, [[3, 4, 5, 6, 7]]), lease)
+    pair.run(lambda: pair.ended(d))
+    assert d in pair.decode.results.failed
+    assert d not in pair.decode.results.received
+    assert set(offered) <= pair.decode.results.bad_blocks
+    # The same once more, without a claim.
+    prefill.fill(list(range(8)), 8.0)
+    lease = pair.offer(again_p)
+    pair.fetch(again, skipped + offered, pair.prefill.params(again_p, [list(range(8))]), lease)
+    pair.run(lambda: again in pair.decode.results.received and pair.sent(again_p) == [1])
+    assert all(decode.holds(block + 10, 8.0, block) for block in range(8))
+
+
 def test_a_reference_that_is_used_twice_fails_the_second_time(pair: Pair) -> None:
     p, first = names()
     _, second = names()
