@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from nixl_pair import BLOCKS, Side, Worker, free_port, run, tensor_parallel
+from nixl_pair import BLOCKS, Side, Worker, Workers, free_port, run, tensor_parallel
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
@@ -37,14 +37,8 @@ def names() -> tuple[str, str]:
     return f"p-{number}", f"d-{number}"
 
 
-class Pair:
+class Pair(Workers):
     """Prefill workers, the ranks of one engine, and decode workers."""
-
-    def __init__(self, prefill: list[Side], decode: list[Side]) -> None:
-        self.prefills = prefill
-        self.decodes = decode
-        self.prefill = prefill[0]
-        self.decode = decode[0]
 
     def lease(self, request: str) -> Lease:
         """Write the word of a request on all ranks, with the prefill worker's next step."""
@@ -74,45 +68,13 @@ class Pair:
             if lease is not None:
                 side.next.leases[request] = lease
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Step all until something is so."""
-        run([*self.prefills, *self.decodes], until)
-
-    def steps(self, count: int = 20) -> None:
-        """Step all."""
-        remaining = itertools.repeat(None, count)
-        self.run(lambda: next(remaining, 0) == 0)
-
-    def sent(self, request: str) -> list[int]:
-        """How often each rank of the prefill worker reported a request as sent."""
-        return [side.results.sent.count(request) for side in self.prefills]
-
     def ended(self, request: str) -> bool:
         """Whether each rank of the decode worker reported a request."""
         return all(request in side.results.received + side.results.failed for side in self.decodes)
 
-    def is_idle(self) -> bool:
-        """Whether no worker keeps anything of a request."""
-        return all(
-            not kept
-            for side in [*self.prefills, *self.decodes]
-            for half in [side.worker.half]
-            for kept in (
-                half._reqs_to_send,
-                half._reqs_to_process,
-                half._recving_metadata,
-                half._recving_transfers,
-                half._recv_failures,
-                getattr(half, "_checks", ()),
-                getattr(half, "_leases", ()),
-                getattr(half, "_abandoned", ()),
-            )
-        )
-
-    def close(self) -> None:
-        """End the workers."""
-        for side in [*self.decodes, *self.prefills]:
-            side.worker.close()
+    def kept(self, half: Any) -> list[Any]:
+        """What a worker half keeps of requests; upstream's own has less."""
+        return [*super().kept(half), *(getattr(half, name, ()) for name in ("_checks", "_leases", "_abandoned"))]
 
 
 @pytest.fixture(scope="module")

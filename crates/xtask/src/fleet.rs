@@ -5,6 +5,7 @@
 //! Every process gets a process group of its own and a log. All of them are gone when the
 //! [`Fleet`] is dropped.
 
+use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -191,11 +192,16 @@ impl Process {
         }
     }
 
-    /// Gives the busiest thread beside the main ones the lowest priority.
+    /// Gives the busiest threads beside the main ones, one for each of its `ranks`, the lowest priority.
     ///
     /// NIXL's progress thread polls without a pause; a few workers would leave no core to anyone.
-    pub(crate) fn calm(&self) {
-        if let Some(thread) = self.child.id().try_into().ok().and_then(busiest_thread) {
+    pub(crate) fn calm(&self, ranks: usize) {
+        let group = self.child.id().try_into().ok();
+        for thread in group
+            .map_or_else(Vec::new, busiest_threads)
+            .iter()
+            .take(ranks)
+        {
             let renice = Command::new("renice")
                 .args(["-n", "19", "-p", &thread.to_string()])
                 .stdin(Stdio::null())
@@ -221,17 +227,17 @@ impl Process {
     }
 }
 
-/// The thread with the most processor time of the processes in `group`, their main threads aside.
-fn busiest_thread(group: i32) -> Option<u32> {
+/// The threads of the processes in `group`, their main threads aside, by processor time, the most first.
+fn busiest_threads(group: i32) -> Vec<u32> {
     let threads = processes(Pid::from_raw(group)).flat_map(|process| {
         let threads = entries(&Path::new("/proc").join(process.id.to_string()).join("task"));
         threads
             .filter_map(|thread| Stat::read(&thread.join("stat")))
             .filter(move |thread| thread.id != process.id)
     });
-    threads
-        .max_by_key(|thread| thread.ticks)
-        .map(|thread| thread.id)
+    let mut threads: Vec<Stat> = threads.collect();
+    threads.sort_by_key(|thread| Reverse(thread.ticks));
+    threads.into_iter().map(|thread| thread.id).collect()
 }
 
 /// The processes of a group, ended ones that nobody has reaped among them.
@@ -548,7 +554,9 @@ impl Fleet {
             });
             let found = [Role::Prefill, Role::Decode].map(|role| seen.of(role).len());
             if found == wanted && self.lists_model().await {
-                self.workers.iter().for_each(|worker| worker.process.calm());
+                self.workers
+                    .iter()
+                    .for_each(|worker| worker.process.calm(1));
                 step.end();
                 return Ok(());
             }
