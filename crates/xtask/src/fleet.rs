@@ -309,8 +309,32 @@ const INHERITED_SETTINGS: [&str; 7] = [
     "PYTHONPATH",
 ];
 
-/// Ends the processes: asks first, then kills, and waits until they are gone.
+/// Ends the processes: asks first, then kills, and waits until they are gone. Nothing of them is left.
 pub(crate) fn stop(processes: &mut [Process]) {
+    let groups = processes.iter().filter_map(|process| process.group().ok());
+    let memory: HashSet<PathBuf> = groups.flat_map(memory_of_ranks).collect();
+    end(processes);
+    for file in memory {
+        // One that is gone already is what we want.
+        let _ = fs::remove_file(file);
+    }
+}
+
+/// Files by which the tensor-parallel ranks of an engine share memory; vLLM never removes them.
+fn memory_of_ranks(group: Pid) -> impl Iterator<Item = PathBuf> {
+    processes(group).flat_map(|process| {
+        let maps = Path::new("/proc").join(process.id.to_string()).join("maps");
+        mapped(&fs::read_to_string(maps).unwrap_or_default())
+    })
+}
+
+/// Those files in `/proc/.../maps`, see proc(5).
+fn mapped(maps: &str) -> Vec<PathBuf> {
+    let file = |line: &str| Some(PathBuf::from(&line[line.find("/dev/shm/vllm_dist_")?..]));
+    maps.lines().filter_map(file).collect()
+}
+
+fn end(processes: &mut [Process]) {
     for (signal, patience) in [
         (Signal::SIGTERM, STOP_TIMEOUT),
         (Signal::SIGKILL, STOP_TIMEOUT),
@@ -950,6 +974,15 @@ mod tests {
             assert!(Instant::now() < deadline, "{child} is left");
             thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    #[test]
+    fn only_the_memory_of_ranks_is_removed() {
+        let maps = "7f2a6dfff000-7f2a78000000 rw-s 00000000 00:1b 9911   /dev/shm/psm_f9adb3b5\n\
+                    7f2ab83f8000-7f2ab87f9000 rw-s 00000000 00:1b 9915   /dev/shm/vllm_dist_32ab-tp:0-[0-1]-cpushm_1\n\
+                    7ffd1c5f4000-7ffd1c616000 rw-p 00000000 00:00 0      [stack]\n";
+        let file = PathBuf::from("/dev/shm/vllm_dist_32ab-tp:0-[0-1]-cpushm_1");
+        assert_eq!(mapped(maps), [file]);
     }
 
     #[test]

@@ -20,9 +20,9 @@ use crate::outputs::{Reference, Verdict, compare};
 use crate::progress::{Step, say};
 
 /// Workers of one rank that take as much memory as all of these.
-pub(crate) const WORKERS: usize = 5;
+pub(crate) const WORKERS: usize = 6;
 /// Ranks of the prefill and of the decode workers; each of either is tried with each of the others.
-const PREFILL_RANKS: [usize; 1] = [2];
+const PREFILL_RANKS: [usize; 2] = [2, 1];
 const DECODE_RANKS: [usize; 2] = [2, 1];
 /// Blocks of a prompt: in all, and of the prefix that decode holds.
 const PROMPT_BLOCKS: usize = 16;
