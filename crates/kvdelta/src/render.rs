@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Findings as text and as JSON.
+//! Findings as text and as JSON, and what other reports share with them.
 
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
@@ -159,6 +159,45 @@ pub(crate) fn text(deployment: &Deployment, findings: &[Finding]) -> String {
         }
     ));
     text
+}
+
+/// A table: names of the columns with the side that their values stand on, and the rows.
+pub(crate) struct Table<const N: usize> {
+    pub(crate) columns: [(&'static str, Side); N],
+    pub(crate) rows: Vec<[String; N]>,
+}
+
+/// Where a column's values stand.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Left,
+    Right,
+}
+
+impl<const N: usize> Table<N> {
+    /// A line a row, below one with the names.
+    pub(crate) fn text(&self) -> String {
+        let names = self.columns.map(|(name, _)| name.to_owned());
+        let rows = || std::iter::once(&names).chain(&self.rows);
+        let mut widths = [0; N];
+        for row in rows() {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                *width = (*width).max(cell.chars().count());
+            }
+        }
+        let mut text = String::new();
+        for row in rows() {
+            let cells = row.iter().zip(widths).zip(self.columns);
+            let cells = cells.map(|((cell, width), (_, side))| match side {
+                Side::Left => format!("{cell:<width$}"),
+                Side::Right => format!("{cell:>width$}"),
+            });
+            let line = cells.collect::<Vec<_>>().join("  ");
+            text.push_str(line.trim_end());
+            text.push('\n');
+        }
+        text
+    }
 }
 
 /// `text` with what would steer a terminal escaped: names come from strangers.

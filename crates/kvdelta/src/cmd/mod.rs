@@ -3,4 +3,5 @@
 //! The commands: each parses its options, calls, shows.
 
 pub(crate) mod doctor;
+pub(crate) mod estimate;
 pub(crate) mod observe;

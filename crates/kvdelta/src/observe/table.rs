@@ -7,21 +7,8 @@ use std::fmt::{Display, Write as _};
 
 use super::reading::BLOCK_SIZE_MISMATCH;
 use super::snapshot::{DeviceLine, OverlapLine, PromptLine, RankLine, Snapshot};
-use crate::render::plain;
-
-/// A table: names of the columns with the side that their values stand on, and the rows.
-struct Table<const N: usize> {
-    columns: [(&'static str, Side); N],
-    rows: Vec<[String; N]>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Side {
-    Left,
-    Right,
-}
-
-use Side::{Left, Right};
+use crate::render::Side::{Left, Right};
+use crate::render::{Table, plain};
 
 /// The snapshot as text.
 pub(crate) fn text(snapshot: &Snapshot) -> String {
@@ -189,31 +176,6 @@ fn overlaps(overlaps: &[OverlapLine]) -> String {
             .collect(),
     };
     table.text()
-}
-
-impl<const N: usize> Table<N> {
-    fn text(&self) -> String {
-        let names = self.columns.map(|(name, _)| name.to_owned());
-        let rows = || std::iter::once(&names).chain(&self.rows);
-        let mut widths = [0; N];
-        for row in rows() {
-            for (width, cell) in widths.iter_mut().zip(row) {
-                *width = (*width).max(cell.chars().count());
-            }
-        }
-        let mut text = String::new();
-        for row in rows() {
-            let cells = row.iter().zip(widths).zip(self.columns);
-            let cells = cells.map(|((cell, width), (_, side))| match side {
-                Left => format!("{cell:<width$}"),
-                Right => format!("{cell:>width$}"),
-            });
-            let line = cells.collect::<Vec<_>>().join("  ");
-            text.push_str(line.trim_end());
-            text.push('\n');
-        }
-        text
-    }
 }
 
 fn counted<N: Display + PartialEq + From<u8>>(count: N, what: &str) -> String {
