@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! `kvdelta`: looks at a running Dynamo deployment from outside.
+//! `kvdelta`: looks at a running Dynamo deployment from outside, and says what decode overlap would save.
 
 mod cmd;
 mod doctor;
 mod estimate;
 mod observe;
 mod render;
+mod replay;
+mod sim;
+mod trace;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Looks at a running Dynamo deployment from outside; changes nothing.
+/// Looks at a running Dynamo deployment from outside, and says what decode overlap would save; changes nothing.
 #[derive(Debug, Parser)]
 #[command(name = "kvdelta", version)]
 struct Cli {
@@ -28,6 +31,8 @@ enum Command {
     Estimate(Box<cmd::estimate::Options>),
     /// Show what live workers hold, by their KV events.
     Observe(Box<cmd::observe::Options>),
+    /// Send a trace through a simulated fleet and compare policies.
+    Replay(Box<cmd::replay::Options>),
 }
 
 fn main() -> ExitCode {
@@ -35,5 +40,6 @@ fn main() -> ExitCode {
         Command::Doctor(options) => cmd::doctor::run(&options),
         Command::Estimate(options) => cmd::estimate::run(&options),
         Command::Observe(options) => cmd::observe::run(&options),
+        Command::Replay(options) => cmd::replay::run(&options),
     }
 }

@@ -5,3 +5,4 @@
 pub(crate) mod doctor;
 pub(crate) mod estimate;
 pub(crate) mod observe;
+pub(crate) mod replay;

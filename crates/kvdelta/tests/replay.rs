@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//! `kvdelta replay` from outside.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn replay(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvdelta"));
+    command.arg("replay").args(arguments).output().unwrap()
+}
+
+fn words(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// What is printed where all goes well.
+fn stdout(arguments: &[&str]) -> String {
+    let output = replay(arguments);
+    assert_eq!(output.status.code(), Some(0), "{}", words(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn json(arguments: &[&str]) -> Value {
+    serde_json::from_str(&stdout(&[arguments, &["--json"]].concat())).unwrap()
+}
+
+/// What is said where options or trace cannot be used.
+fn refused(arguments: &[&str]) -> String {
+    let output = replay(arguments);
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+    assert!(output.stdout.is_empty());
+    words(&output.stderr)
+}
+
+fn trace(folder: &Path, lines: &[&str]) -> String {
+    let path = folder.join("trace.jsonl");
+    fs::write(&path, lines.join("\n")).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+const LINES: [&str; 3] = [
+    r#"{"timestamp": 0, "input_length": 1600, "output_length": 20, "hash_ids": [1, 2, 3, 4]}"#,
+    r#"{"timestamp": 9000, "input_length": 1600, "output_length": 20, "hash_ids": [1, 2, 3, 5]}"#,
+    r#"{"timestamp": 18000, "input_length": 600, "output_length": 1, "hash_ids": [1, 6]}"#,
+];
+
+#[test]
+fn a_trace_is_compared_over_policies_weights_and_fleets() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = trace(folder.path(), &LINES);
+    let report = json(&[
+        "--trace",
+        &path,
+        "--policy",
+        "load,overlap,pooled",
+        "--weight",
+        "0,2",
+        "--decode",
+        "1,3",
+    ]);
+    assert_eq!(report["version"], 1);
+    assert_eq!(report["trace"]["requests"], 3);
+    assert_eq!(report["trace"]["prompt_tokens"], 3800);
+    assert_eq!(report["trace"]["seconds"], 18.0);
+    let rows = report["rows"].as_array().unwrap();
+    let names: Vec<(&str, Option<f64>, u64)> = rows
+        .iter()
+        .map(|row| {
+            let decode = row["decode"].as_u64().unwrap();
+            (
+                row["policy"].as_str().unwrap(),
+                row["weight"].as_f64(),
+                decode,
+            )
+        })
+        .collect();
+    let each = |decode| {
+        let weights = [Some(0.0), Some(2.0)].map(|weight| ("overlap", weight, decode));
+        [
+            ("load", None, decode),
+            weights[0],
+            weights[1],
+            ("pooled", None, decode),
+        ]
+    };
+    assert_eq!(names, [each(1), each(3)].concat());
+    for row in rows {
+        let number = |key: &str| row[key].as_u64().unwrap();
+        assert_eq!(number("full_bytes"), 10 * 512 * 163_840);
+        let is_warm = row["decode"] == 1 || row["weight"] == 2.0 || row["policy"] == "pooled";
+        if is_warm {
+            assert_eq!(number("saved_bytes"), 4 * 512 * 163_840, "{row}");
+            assert_eq!(row["hit_share"], 4.0 * 512.0 / 3800.0);
+        }
+        assert_eq!(row["imbalance"].is_null(), row["policy"] == "pooled");
+    }
+}
+
+#[test]
+fn the_table_says_the_same_as_the_json() {
+    let arguments = [
+        "--synthetic",
+        "400",
+        "--policy",
+        "load,overlap,pair,longest-below",
+    ];
+    let text = stdout(&arguments);
+    let report = json(&arguments);
+    for row in report["rows"].as_array().unwrap() {
+        let saved = row["saved_share"].as_f64().unwrap() * 100.0;
+        let imbalance = row["imbalance"].as_f64().unwrap();
+        let policy = row["policy"].as_str().unwrap();
+        let of_row = |line: &&str| {
+            line.starts_with(policy)
+                && line.contains(&format!("{saved:.1}%"))
+                && line.contains(&format!("{imbalance:.2}"))
+        };
+        assert!(text.lines().any(|line| of_row(&line)), "{row} in\n{text}");
+    }
+    assert_eq!(text, stdout(&arguments), "the same each time");
+    assert_ne!(text, stdout(&[&arguments[..], &["--seed", "1"]].concat()));
+}
+
+#[test]
+fn charts_are_over_weights_or_over_fleets() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("chart.svg");
+    let file = path.to_str().unwrap();
+    for (decode, title, absent) in [
+        ("4", "weight", "decode workers"),
+        ("2,4", "decode workers", "weight"),
+    ] {
+        stdout(&[
+            "--synthetic",
+            "200",
+            "--decode",
+            decode,
+            "--weight",
+            "1,3",
+            "--svg",
+            file,
+        ]);
+        let svg = fs::read_to_string(&path).unwrap();
+        assert!(
+            svg.starts_with("<svg") && svg.contains("imbalance"),
+            "{svg}"
+        );
+        let lines: Vec<&str> = svg.lines().map(str::trim).collect();
+        assert!(lines.contains(&title), "{decode}: {title}");
+        assert!(!lines.contains(&absent), "{decode}: {absent}");
+    }
+}
+
+#[test]
+fn bad_lines_stop_or_are_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = trace(folder.path(), &[LINES[0], "{\"timestamp\": 1}", LINES[1]]);
+    let said = refused(&["--trace", &path]);
+    assert!(
+        said.contains("line 2: not a request of the Mooncake format: missing field"),
+        "{said}"
+    );
+    let output = replay(&["--trace", &path, "--skip-bad", "--json"]);
+    assert_eq!(output.status.code(), Some(0));
+    let said = words(&output.stderr);
+    assert!(
+        said.contains("warning: left out 1 of 3 requests, the first: "),
+        "{said}"
+    );
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["trace"]["lines_skipped"], 1);
+    assert_eq!(report["trace"]["requests"], 2);
+}
+
+#[test]
+fn what_cannot_be_used_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = trace(folder.path(), &LINES);
+    let cases: &[(&[&str], &str)] = &[
+        (&[], "--trace"),
+        (
+            &["--trace", "/no/such/file"],
+            "cannot read /no/such/file: No such file",
+        ),
+        (
+            &["--trace", &path, "--decode", "0"],
+            "'0' for '--decode <WORKERS>': must be a whole number from 1",
+        ),
+        (&["--trace", &path, "--prefill", "0"], "--prefill"),
+        (&["--trace", &path, "--weight", "-1"], "-1"),
+        (&["--trace", &path, "--weight", "nan"], "NaN is no weight"),
+        (
+            &["--trace", &path, "--policy", "best"],
+            "possible values: load, overlap, pair",
+        ),
+        (
+            &["--trace", &path, "--event-loss", "1.5"],
+            "must be a number from 0 to 1",
+        ),
+        (
+            &["--trace", &path, "--itl", "0"],
+            "must be a finite number above 0",
+        ),
+        (&["--trace", &path, "--block-size", "0"], "--block-size"),
+        (
+            &["--trace", &path, "--block-size", "256"],
+            "line 1: a prompt of 1600 tokens is 7 blocks of 256 tokens, but the line has 4 hashes",
+        ),
+        (
+            &["--trace", &path, "--capacity", "3"],
+            "a decode worker of 3 blocks has no room for the 4 blocks of request 1",
+        ),
+        (
+            &["--trace", &path, "--policy", "pair", "--link", "inf"],
+            "policy pair takes finite rates",
+        ),
+        (
+            &["--trace", &path, "--svg", "/no/such/folder/a.svg"],
+            "cannot write /no/such/folder/a.svg",
+        ),
+        (
+            &["--trace", &path, "--format", "dynamo"],
+            "line 1: not a request of the Dynamo format",
+        ),
+    ];
+    for (arguments, expected) in cases {
+        let said = refused(arguments);
+        assert!(said.contains(expected), "{arguments:?}: {said}");
+    }
+}
