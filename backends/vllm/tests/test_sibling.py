@@ -58,7 +58,7 @@ def test_blocks_that_another_connector_saves_are_not_given_away(
 
 @pytest.mark.parametrize("half", [KvdeltaPullWorker, KvdeltaPushWorker])
 def test_a_worker_tells_whether_it_is_alone(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = []
+    built: list[Any] = []
 
     class Half(half):  # type: ignore[misc]
         def register_kv_caches(self, kv_caches: Any) -> None:
