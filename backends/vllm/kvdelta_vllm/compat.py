@@ -194,6 +194,9 @@ WORKER: Final = (
         ),
     ),
     Touched(f"{_NIXL}.metadata", None, ("PUSH_REG_NOTIF_PREFIX",)),
+    Touched(
+        "vllm.distributed.kv_transfer.kv_transfer_state", None, ("get_kv_transfer_group()", "has_kv_transfer_group()")
+    ),
 )
 """What the worker halves touch."""
 
@@ -255,8 +258,6 @@ def _unusable() -> str | None:
 
 
 _UNUSABLE: Final = _unusable()
-VERSION_HERE: Final = None if _UNUSABLE else VERSION
-"""The version of claims that connectors of this process settle; None: none."""
 
 
 def plain_reason(vllm_config: Any) -> str | None:  # noqa: ANN401

@@ -33,9 +33,13 @@ logger = init_logger(__name__)
 class _Connector(NixlBaseConnector):
     """What both connectors add to upstream's."""
 
-    if compat.VERSION_HERE is not None:
-        decode_cache_info_version = compat.VERSION_HERE
-        """Read by Dynamo: claims of this version are settled here. Absent where transfers are vLLM's own."""
+    @staticmethod
+    def decode_cache_info_version(vllm_config: VllmConfig) -> int | None:
+        """Return the version of claims that an engine of this configuration settles; None: transfers are vLLM's own.
+
+        Read by Dynamo.
+        """
+        return None if compat.plain_reason(vllm_config) is not None else compat.VERSION
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         # Not the mode's own constructor: it would build upstream's halves first.

@@ -105,8 +105,11 @@ class Decode:
             return
         key = (own["remote_engine_id"], own["remote_request_id"])
         if key in self._used:
-            # Not told to the prefill worker: the first request may be reading.
-            self.drop(request, f"the offer {key[1]!r:.80} was used before; computing all here")
+            # One of several answers to a prompt (n > 1), or one sent twice. Not told to the prefill worker: the
+            # first request may be reading.
+            logger.debug("kvdelta: request %s: the offer %.80r was used before", request.request_id, key[1])
+            self._shared.stats.count("offers", label="repeated")
+            request.kv_transfer_params = None
             return
         self._used[key] = None
         if len(self._used) > _REMEMBERED_OFFERS:

@@ -21,6 +21,8 @@ class KvdeltaHandshakePayload(NixlHandshakePayload):
 
     lease_table: tuple[int, int, int] | None = None
     """Address, NIXL device id and count of the u64 words; None: this rank has no table."""
+    alone: bool = False
+    """Whether no other connector stands beside this one, as in vLLM's MultiConnector."""
 
 
 class LeaseWord(NamedTuple):

@@ -70,6 +70,11 @@ class Prefill:
         self._tables = {rank: (address, device) for rank, (address, device, _) in tables.items()}
         self._free_slots = list(range(min(words for _, _, words in tables.values())))
 
+    def stop_cutting(self, why: str) -> None:
+        """Offer everything from here on."""
+        logger.warning("kvdelta: nothing is skipped for claims: %s", why)
+        self._cuts = False
+
     def on_new(self, request: Request, params: dict[str, Any]) -> None:
         """Read what came with a prefill request."""
         # Upstream would load, or wait for blocks that only a decode worker of bidirectional transfer offers.

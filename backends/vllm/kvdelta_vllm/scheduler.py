@@ -72,6 +72,9 @@ class _Half(NixlBaseConnectorScheduler):
         known = {rank: table for rank, table in tables.items() if table is not None}
         if self._lease_check and known and len(known) == len(tables):
             self.prefill.set_tables(known)
+        # MultiConnector hands on the first payload that one of its connectors has, which need not be ours.
+        if not all(getattr(payload, "alone", False) for payload in metadata.values()):
+            self.prefill.stop_cutting("another connector stands beside this one, and may still save the blocks")
         names = [entry.name for entry in fields(NixlHandshakePayload)]
         super().set_xfer_handshake_metadata(
             {

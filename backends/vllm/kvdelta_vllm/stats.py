@@ -38,7 +38,7 @@ COUNTERS: dict[str, Counter] = {
     "offers": Counter(
         "Offers that came with a request: cut by a claim, and what this worker's own lookup said of it, or whole.",
         "outcome",
-        ("confirmed", "stale", "content", "whole", "invalid"),
+        ("confirmed", "stale", "content", "whole", "repeated", "invalid"),
     ),
     "stale_blocks": Counter("Blocks that stale claims said this worker holds and that it lacks."),
     "recoveries": Counter(

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX, ReqId, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
 from vllm.logger import init_logger
 
 from kvdelta_vllm.lease import (
@@ -78,6 +79,7 @@ class _KvdeltaWorker(NixlBaseConnectorWorker):
             compatibility_hash=payload.compatibility_hash,
             agent_metadata_bytes=payload.agent_metadata_bytes,
             lease_table=None if table is None else (table.address, 0, len(table)),
+            alone=not has_kv_transfer_group() or getattr(get_kv_transfer_group(), "connector_worker", None) is self,
         )
 
     def get_transfer_results(self) -> KVConnectorTransferResults:

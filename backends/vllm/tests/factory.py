@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Set as AbstractSet
 
+    from vllm.lora.request import LoRARequest
+
 TOKEN = 7
 TABLES = {(0, 0): (4096, 0, 8)}
 """One rank with eight lease words."""
@@ -125,6 +127,8 @@ class Engine:
     ahead: bool = False
     """Whether a step is scheduled before the output of the one before is there."""
     tables: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+    sibling: bool = False
+    """Whether the connector stands in vLLM's MultiConnector, before one that saves when a request has ended."""
 
     def __post_init__(self) -> None:
         """Build the scheduler."""
@@ -153,14 +157,7 @@ class Engine:
             ),
             device_config=DeviceConfig("cpu"),
             parallel_config=ParallelConfig(),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=name,
-                kv_connector_module_path=None if self.stock else "kvdelta_vllm.connector",
-                kv_role="kv_both",
-                kv_buffer_device="cpu",
-                kv_load_failure_policy=self.policy,
-                kv_connector_extra_config=self.extra,
-            ),
+            kv_transfer_config=self._transfer_config(name),
         )
         groups = [KVCacheGroupSpec([f"layer{index}"], spec) for index, spec in enumerate(self.specs)]
         self.kv_cache_config = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -175,7 +172,8 @@ class Engine:
         )
         self._hasher = get_request_block_hasher(sizes[1], sha256)
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.half = self.scheduler.connector.connector_scheduler
+        connector = self.scheduler.connector
+        self.half = (connector.sub_connectors[0] if self.sibling else connector).connector_scheduler
         self.metas: list[Any] = []
         self._flying: deque[tuple[Any, dict[str, bool]]] = deque()
         self.watchers: list[Callable[[Engine, Any], None]] = []
@@ -183,6 +181,25 @@ class Engine:
         self.outputs: dict[str, Any] = {}
         if self.tables:
             self.half.prefill.set_tables(self.tables)
+
+    def _transfer_config(self, name: str) -> KVTransferConfig:
+        own = {
+            "kv_connector": name,
+            "kv_connector_module_path": None if self.stock else "kvdelta_vllm.connector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cpu",
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": self.extra,
+        }
+        if not self.sibling:
+            return KVTransferConfig(**own)
+        late = {"kv_connector": "SavesLate", "kv_connector_module_path": "saves_late", "kv_role": "kv_both"}
+        return KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy=self.policy,
+            kv_connector_extra_config={"connectors": [own, late]},
+        )
 
     @property
     def free(self) -> int:
@@ -273,17 +290,18 @@ class Engine:
         """End a request from outside."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def _probe(self, tokens: list[int]) -> Request:
-        return Request("probe", list(tokens), SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
+    def _probe(self, tokens: list[int], lora: LoRARequest | None = None) -> Request:
+        sampling = SamplingParams(max_tokens=1)
+        return Request("probe", list(tokens), sampling, None, lora_request=lora, block_hasher=self._hasher)
 
     def cached(self, tokens: list[int]) -> int:
         """Return the tokens that a lookup finds."""
         found: int = self.scheduler.kv_cache_manager.get_computed_blocks(self._probe(tokens))[1]
         return found
 
-    def own_hash(self, tokens: list[int], blocks: int) -> int:
+    def own_hash(self, tokens: list[int], blocks: int, lora: LoRARequest | None = None) -> int:
         """Return the hash that KV events tell of the last of ``blocks`` blocks."""
-        hashes = self._probe(tokens).block_hashes
+        hashes = self._probe(tokens, lora).block_hashes
         at = blocks * self.specs[0].block_size // self.pool.hash_block_size - 1
         own: int = maybe_convert_block_hash(hashes[at])
         return own
@@ -327,7 +345,9 @@ def prompt(tokens: int, start: int = 100) -> list[int]:
     return [(start + 3 * index) % 500 for index in range(tokens)]
 
 
-def claim(engine: Engine, tokens: list[int], blocks: int, **changes: object) -> dict[str, object]:
+def claim(
+    engine: Engine, tokens: list[int], blocks: int, *, lora: LoRARequest | None = None, **changes: object
+) -> dict[str, object]:
     """Return a claim that a decode worker holds the first blocks of a prompt."""
     return {
         "version": 1,
@@ -336,16 +356,25 @@ def claim(engine: Engine, tokens: list[int], blocks: int, **changes: object) -> 
         "decode_dp_rank": 0,
         "cached_prefix_blocks": blocks,
         "block_size": engine.specs[0].block_size,
-        "prefix_hash": engine.own_hash(tokens, blocks),
+        "prefix_hash": engine.own_hash(tokens, blocks, lora),
         **changes,
     }
 
 
-def prefill(engine: Engine, name: str, tokens: list[int], claimed: object = None, **params: object) -> dict[str, Any]:
+def prefill(
+    engine: Engine,
+    name: str,
+    tokens: list[int],
+    claimed: object = None,
+    *,
+    lora: LoRARequest | None = None,
+    **params: object,
+) -> dict[str, Any]:
     """Prefill a prompt, and return the offer as it comes over the wire."""
     if claimed is not None:
         params["decode_cache_info"] = claimed
-    engine.add(name, list(tokens), {"do_remote_decode": True, "do_remote_prefill": False, **params})
+    own = {"do_remote_decode": True, "do_remote_prefill": False, **params}
+    engine.add(name, list(tokens), own, lora_request=lora)
     offer: dict[str, Any] = json.loads(json.dumps(engine.run(name).kv_transfer_params))
     return offer
 
@@ -355,10 +384,10 @@ def decode(engine: Engine, name: str, tokens: list[int], offer: Any, **more: Any
     return engine.add(name, list(tokens), json.loads(json.dumps(offer)), **more)
 
 
-def hold(engine: Engine, tokens: list[int], blocks: int) -> None:
+def hold(engine: Engine, tokens: list[int], blocks: int, lora: LoRARequest | None = None) -> None:
     """Let the engine cache the first blocks of a prompt."""
     end = blocks * engine.specs[0].block_size
-    engine.add("held", [*tokens[:end], 499])
+    engine.add("held", [*tokens[:end], 499], lora_request=lora)
     engine.run("held")
     del engine.outputs["held"]
     engine.step()

@@ -2,6 +2,7 @@
 """Real workers with real NIXL agents over CPU tensors, without a model: what the worker tests are made of."""
 
 import gc
+import itertools
 import json
 import os
 import socket
@@ -229,3 +230,45 @@ def tensor_parallel(worker_class: type, metadata_class: type, ranks: int) -> lis
     ]
     first.serve({(0, rank): worker.payload for rank, worker in enumerate(made)})
     return [Side(worker, metadata_class) for worker in made]
+
+
+class Workers:
+    """The ranks of a prefill and of a decode worker."""
+
+    def __init__(self, prefill: list[Side], decode: list[Side]) -> None:
+        self.prefills = prefill
+        self.decodes = decode
+        self.prefill = prefill[0]
+        self.decode = decode[0]
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Step all until something is so."""
+        run([*self.prefills, *self.decodes], until)
+
+    def steps(self, count: int = 20) -> None:
+        """Step all."""
+        remaining = itertools.repeat(None, count)
+        self.run(lambda: next(remaining, 0) == 0)
+
+    def sent(self, request: str) -> list[int]:
+        """How often each rank of the prefill worker reported a request as sent."""
+        return [side.results.sent.count(request) for side in self.prefills]
+
+    def kept(self, half: Any) -> list[Any]:
+        """What a worker half keeps of requests."""
+        return [
+            half._reqs_to_send,
+            half._reqs_to_process,
+            half._recving_metadata,
+            half._recving_transfers,
+            half._recv_failures,
+        ]
+
+    def is_idle(self) -> bool:
+        """Whether no worker keeps anything of a request."""
+        return not any(kept for side in [*self.prefills, *self.decodes] for kept in self.kept(side.worker.half))
+
+    def close(self) -> None:
+        """End the workers."""
+        for side in [*self.decodes, *self.prefills]:
+            side.worker.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
@@ -29,7 +30,7 @@ GIVEN = os.environ.get("KVDELTA_VLLM_SOURCES")
 def test_nothing_is_missing_here() -> None:
     assert compat.missing(SCHEDULER) == ()
     assert compat.missing(WORKER) == ()
-    assert compat.VERSION_HERE == 1
+    assert compat._UNUSABLE is None
 
 
 @pytest.mark.parametrize("root", [INSTALLED, *([Path(GIVEN)] if GIVEN else [])], ids=str)
@@ -59,7 +60,13 @@ def test_the_pull_connector_passes_every_name_check() -> None:
     assert NixlConnector.__name__ == "NixlConnector"
     assert issubclass(NixlConnector, NixlPullConnector)
     assert issubclass(NixlPushConnector, UpstreamPush)
-    assert NixlConnector.decode_cache_info_version == NixlPushConnector.decode_cache_info_version == 1
+
+
+@pytest.mark.parametrize("connector", [NixlConnector, NixlPushConnector])
+@pytest.mark.parametrize(("bidirectional", "version"), [(False, 1), (True, None)])
+def test_an_engine_that_is_plain_settles_no_claims(connector: Any, bidirectional: bool, version: int | None) -> None:  # noqa: FBT001
+    config = Engine(extra={"bidirectional_kv_xfer": bidirectional}).config
+    assert connector.decode_cache_info_version(config) == version
 
 
 def test_bidirectional_transfer_is_plain(caplog: pytest.LogCaptureFixture) -> None:

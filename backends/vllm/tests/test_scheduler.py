@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from factory import TABLES, Engine, chunked, claim, decode, full, hold, mla, prefill, prompt, state, window
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from kvdelta_vllm.shared import groups_of
@@ -272,6 +273,47 @@ def test_evicted_between_lookup_and_allocation() -> None:
     assert d.run("d1").kv_transfer_params["kvdelta"]["stale_claim"]["had_blocks"] == 4
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_b25c_block_5_is_dropped_on_the_prefill_worker_before_the_delta_arrives(policy: str) -> None:
+    p, d = Engine(blocks=13, tables=TABLES), Engine(policy=policy)
+    starts = p.free, d.free
+    tokens = prompt(30)
+    hold(d, tokens, 3)
+    answer = prefill(p, "p1", tokens, claim(p, tokens, 3))
+    offered = answer["kvdelta"]["params"]["remote_block_ids"][0]
+    assert len(offered) == 5
+    # Out of the prefix cache, and all others in use: under its lease it stays.
+    p.evict(tokens, [5])
+    others = prefill(p, "p2", prompt(28, 9))["remote_block_ids"][0]
+    assert p.free == 0
+    assert not set(offered) & set(others)
+    # Then the lease ends, and it is another prompt's.
+    p.step(sent={"p1", "p2"})
+    assert offered[5 - 3] in prefill(p, "p3", prompt(48, 8))["remote_block_ids"][0]
+    assert p.half.prefill._generation != answer["kvdelta"]["lease"]["generation"]
+    decode(d, "d1", tokens, answer)
+    d.step()
+    assert d.meta.leases["d1"].generation == answer["kvdelta"]["lease"]["generation"]
+    d.step(failed={"d1"})
+    assert str(d.run("d1").finish_reason) == ("error" if policy == "fail" else "length")
+    assert d.count("recoveries", "failed" if policy == "fail" else "recompute") == 1
+    assert d.count("blocks_read") == 0
+    d.step()
+    assert d.free == starts[1]
+    # The same once more, without a claim.
+    p.step(sent={"p3"})
+    again = prefill(p, "p4", tokens)
+    assert len(again["remote_block_ids"][0]) == 8
+    decode(d, "d2", tokens, again)
+    d.step()
+    if d.meta.reqs_to_recv["d2"].awaiting_kvs:
+        d.step(received={"d2"})
+    assert str(d.run("d2").finish_reason) == "length"
+    p.step(sent={"p4"})
+    d.step()
+    assert (p.free, d.free) == starts
+
+
 def test_other_content() -> None:
     d = Engine(extra={"kvdelta_recovery": "recompute"})
     tokens, others = prompt(30), prompt(30, 9)
@@ -289,6 +331,69 @@ def test_another_salt_is_other_content() -> None:
     hold(d, tokens, 6)
     decode(d, "d1", tokens, cut(tokens, 6), cache_salt="other")
     assert d.run("d1").kv_transfer_params["kvdelta"]["stale_claim"]["reason"] == "content"
+
+
+LORA = LoRARequest("one", 1, "/adapters/one")
+OTHER_LORAS = {
+    "none": None,
+    "another": LoRARequest("two", 2, "/adapters/two"),
+    # vLLM hashes the adapter's path, too.
+    "elsewhere": LoRARequest("one", 1, "/mnt/adapters/one"),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_LORAS)
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_claim_of_another_lora_is_refused(other: str, *, is_asked: bool) -> None:
+    p = Engine()
+    start = p.free
+    tokens = prompt(30)
+    claimed, asked = (OTHER_LORAS[other], LORA) if is_asked else (LORA, OTHER_LORAS[other])
+    answer = prefill(p, "p1", tokens, claim(p, tokens, 6, lora=claimed), lora=asked)
+    assert answer["do_remote_prefill"] is True
+    assert "kvdelta" not in answer
+    assert len(answer["remote_block_ids"][0]) == 8
+    assert p.free == start - 8
+    assert p.count("claims", "refused_content") == 1
+
+
+def test_a_claim_with_the_loras_own_hash_is_cut_and_confirmed() -> None:
+    p, d = Engine(), Engine()
+    starts = p.free, d.free
+    tokens = prompt(30)
+    hold(d, tokens, 6, LORA)
+    answer = prefill(p, "p1", tokens, claim(d, tokens, 6, lora=LORA), lora=LORA)
+    offered = answer["kvdelta"]["params"]["remote_block_ids"][0]
+    assert len(offered) == 2
+    assert p.free == starts[0] - 2
+    decode(d, "d1", tokens, answer, lora_request=LORA)
+    d.step()
+    entry = d.meta.reqs_to_recv["d1"]
+    assert entry.remote.block_ids == [offered]
+    assert len(entry.local_block_ids[0]) == 2
+    d.step(received={"d1"})
+    d.run("d1")
+    d.step()
+    p.step(sent={"p1"})
+    assert (p.free, d.free) == starts
+    assert p.count("claims", "skipped") == 1
+    assert d.count("offers", "confirmed") == 1
+
+
+@pytest.mark.parametrize("other", OTHER_LORAS)
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_another_lora_is_other_content(other: str, *, is_asked: bool) -> None:
+    p, d = Engine(), Engine(extra={"kvdelta_recovery": "recompute"})
+    tokens = prompt(30)
+    offered, asked = (OTHER_LORAS[other], LORA) if is_asked else (LORA, OTHER_LORAS[other])
+    answer = prefill(p, "p1", tokens, claim(p, tokens, 6, lora=offered), lora=offered)
+    # As many blocks as were skipped, of the same tokens.
+    hold(d, tokens, 6, asked)
+    decode(d, "d1", tokens, answer, lora_request=asked)
+    d.step()
+    assert not any(d.meta.reqs_to_recv["d1"].local_block_ids)
+    assert d.run("d1").kv_transfer_params["kvdelta"]["stale_claim"]["reason"] == "content"
+    assert d.count("offers", "content") == 1
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -548,6 +653,7 @@ def test_an_offer_is_read_once() -> None:
     # A notice of the second would free what the first is reading.
     assert set(d.meta.reqs_to_recv) == {"d1"}
     assert "d2" in d.outputs
+    assert d.count("offers", "repeated") == 1
 
 
 def test_push_cuts_what_is_written() -> None:

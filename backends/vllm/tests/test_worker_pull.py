@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from nixl_pair import BLOCKS, Side, Worker, free_port, run, tensor_parallel
+from nixl_pair import BLOCKS, Side, Worker, Workers, free_port, run, tensor_parallel
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata, NixlHandshakePayload
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
@@ -37,14 +37,8 @@ def names() -> tuple[str, str]:
     return f"p-{number}", f"d-{number}"
 
 
-class Pair:
+class Pair(Workers):
     """Prefill workers, the ranks of one engine, and decode workers."""
-
-    def __init__(self, prefill: list[Side], decode: list[Side]) -> None:
-        self.prefills = prefill
-        self.decodes = decode
-        self.prefill = prefill[0]
-        self.decode = decode[0]
 
     def lease(self, request: str) -> Lease:
         """Write the word of a request on all ranks, with the prefill worker's next step."""
@@ -74,45 +68,13 @@ class Pair:
             if lease is not None:
                 side.next.leases[request] = lease
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Step all until something is so."""
-        run([*self.prefills, *self.decodes], until)
-
-    def steps(self, count: int = 20) -> None:
-        """Step all."""
-        remaining = itertools.repeat(None, count)
-        self.run(lambda: next(remaining, 0) == 0)
-
-    def sent(self, request: str) -> list[int]:
-        """How often each rank of the prefill worker reported a request as sent."""
-        return [side.results.sent.count(request) for side in self.prefills]
-
     def ended(self, request: str) -> bool:
         """Whether each rank of the decode worker reported a request."""
         return all(request in side.results.received + side.results.failed for side in self.decodes)
 
-    def is_idle(self) -> bool:
-        """Whether no worker keeps anything of a request."""
-        return all(
-            not kept
-            for side in [*self.prefills, *self.decodes]
-            for half in [side.worker.half]
-            for kept in (
-                half._reqs_to_send,
-                half._reqs_to_process,
-                half._recving_metadata,
-                half._recving_transfers,
-                half._recv_failures,
-                getattr(half, "_checks", ()),
-                getattr(half, "_leases", ()),
-                getattr(half, "_abandoned", ()),
-            )
-        )
-
-    def close(self) -> None:
-        """End the workers."""
-        for side in [*self.decodes, *self.prefills]:
-            side.worker.close()
+    def kept(self, half: Any) -> list[Any]:
+        """What a worker half keeps of requests; upstream's own has less."""
+        return [*super().kept(half), *(getattr(half, name, ()) for name in ("_checks", "_leases", "_abandoned"))]
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +190,40 @@ def test_blocks_of_another_prompt_never_arrive_as_read(pair: Pair) -> None:
     assert pair.words(lease) == [lease.generation + 1]
     pair.prefill.next.releases.add(other)
     pair.run(lambda: pair.sent(other) == [1])
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_b25c_block_5_is_dropped_on_the_prefill_worker_before_the_delta_arrives(
+    pair: Pair, monkeypatch: Any, *, is_read: bool
+) -> None:
+    """Blocks 0 to 2 are skipped, 3 to 7 offered; block 5 goes before the read, or between read and check."""
+    (p, d), (again_p, again) = names(), names()
+    prefill, decode = pair.prefill.worker, pair.decode.worker
+    skipped, offered = [10, 11, 12], [13, 14, 15, 16, 17]
+    prefill.fill(list(range(8)), 7.0)
+    lease = pair.offer(p, seconds=5.0)
+    with monkeypatch.context() as patch:
+        if is_read:
+            patch.setattr(decode.half, "_post_word_reads", lambda *_: None)
+            pair.fetch(d, offered, pair.prefill.params(p, [[3, 4, 5, 6, 7]]), lease)
+            pair.run(lambda: decode.half._checks.get(d) is not None and decode.half._checks[d].deadline is not None)
+            # The notice of the read has renewed the lease.
+            pair.run(lambda: prefill.half._reqs_to_send[p] > time.perf_counter() + 10)
+        prefill.half._reqs_to_send[p] = 0.0
+        pair.run(lambda: pair.sent(p) == [1])
+        prefill.fill([5], 9.0)
+    if not is_read:
+        pair.fetch(d, offered, pair.prefill.params(p, [[3, 4, 5, 6, 7]]), lease)
+    pair.run(lambda: pair.ended(d))
+    assert d in pair.decode.results.failed
+    assert d not in pair.decode.results.received
+    assert set(offered) <= pair.decode.results.bad_blocks
+    # The same once more, without a claim.
+    prefill.fill(list(range(8)), 8.0)
+    lease = pair.offer(again_p)
+    pair.fetch(again, skipped + offered, pair.prefill.params(again_p, [list(range(8))]), lease)
+    pair.run(lambda: again in pair.decode.results.received and pair.sent(again_p) == [1])
+    assert all(decode.holds(block + 10, 8.0, block) for block in range(8))
 
 
 def test_a_reference_that_is_used_twice_fails_the_second_time(pair: Pair) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from nixl_pair import BLOCKS, Side, Worker, run, tensor_parallel
+from nixl_pair import BLOCKS, Side, Worker, Workers, tensor_parallel
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import PUSH_REG_NOTIF_PREFIX, NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
@@ -33,14 +33,8 @@ def names() -> tuple[str, str]:
     return f"r{number}-aaaaaaaa", f"r{number}-bbbbbbbb"
 
 
-class Fleet:
+class Fleet(Workers):
     """The ranks of a prefill and of a decode worker."""
-
-    def __init__(self, prefill: list[Side], decode: list[Side]) -> None:
-        self.prefills = prefill
-        self.decodes = decode
-        self.prefill = prefill[0]
-        self.decode = decode[0]
 
     def finish(self, request: str, blocks: list[int]) -> None:
         """End a prompt of the prefill worker."""
@@ -79,45 +73,18 @@ class Fleet:
         for side in self.decodes:
             side.next.add_notice(request, self.params(prefill_request))
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Step all until something is so."""
-        run([*self.prefills, *self.decodes], until)
-
-    def steps(self, count: int = 20) -> None:
-        """Step all."""
-        remaining = itertools.repeat(None, count)
-        self.run(lambda: next(remaining, 0) == 0)
-
-    def sent(self, request: str) -> list[int]:
-        """How often each rank of the prefill worker reported a request as sent."""
-        return [side.results.sent.count(request) for side in self.prefills]
-
     def received(self, request: str) -> list[int]:
         """How often each rank of the decode worker reported a request as received."""
         return [side.results.received.count(request) for side in self.decodes]
 
-    def is_idle(self) -> bool:
-        """Whether no worker keeps anything of a request."""
-        return all(
-            not kept
-            for side in [*self.prefills, *self.decodes]
-            for half in [side.worker.half]
-            for kept in (
-                half._reqs_to_send,
-                half._reqs_to_process,
-                half._recving_metadata,
-                half._recving_transfers,
-                half._recv_failures,
-                half._sending_transfers,
-                half._push_finished_blocks,
-                half._pending_d_registrations,
-            )
-        )
-
-    def close(self) -> None:
-        """End the workers."""
-        for side in [*self.decodes, *self.prefills]:
-            side.worker.close()
+    def kept(self, half: Any) -> list[Any]:
+        """What a worker half keeps of requests."""
+        return [
+            *super().kept(half),
+            half._sending_transfers,
+            half._push_finished_blocks,
+            half._pending_d_registrations,
+        ]
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,13 @@ async fn measure(setups: &Setups, folder: &Path, options: &Options) -> Result<Ve
                     send(&client, &base, &seeds, SEEDS_AT_ONCE, 2).await?;
                     tokio::time::sleep(IDLE_TIME + EVENTS_TIME).await;
                     let burst = burst(&client, &mut fleet, &prompts).await?;
-                    say(format!("{burst:?}"));
+                    say(format!(
+                        "burst of {:.1} s: {:.2} prefills a second, {:.1} s waited at P, KV up to {:.0}% used",
+                        burst.seconds,
+                        burst.prefills_per_second,
+                        burst.waited_s,
+                        burst.peak_usage * 100.0
+                    ));
                     bursts.push(burst);
                 }
                 step.end();

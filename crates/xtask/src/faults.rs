@@ -9,6 +9,7 @@ mod driver;
 mod engine;
 mod legs;
 mod plan;
+mod ranks;
 mod release;
 
 use std::fs;
@@ -116,6 +117,15 @@ pub(crate) fn check_release(cache: &Cache) -> Result<()> {
     })
 }
 
+/// The part of `cargo xtask test` about tensor parallelism.
+pub(crate) fn check_ranks(cache: &Cache) -> Result<()> {
+    let built = Built::of(cache)?;
+    fleet::check_memory(ranks::WORKERS)?;
+    interrupt::run(cache, "tensor-parallel", async |folder| {
+        ranks::check(&built.setup(folder), &Client::new(MODEL)?).await
+    })
+}
+
 /// What engines need.
 struct Built {
     python: PathBuf,
@@ -172,6 +182,7 @@ async fn scenario(setup: &Setup, plan: &Plan, seed: u64) -> Result<Report> {
         let spec = Spec {
             role,
             number,
+            ranks: 1,
             blocks,
             max_tokens: LONGEST_TOKENS.next_multiple_of(32),
             // One decode worker always does, the other as it finds best.
@@ -184,14 +195,7 @@ async fn scenario(setup: &Setup, plan: &Plan, seed: u64) -> Result<Report> {
         start(Role::Decode, 0, DECODE_BLOCKS)?,
         start(Role::Decode, 1, DECODE_BLOCKS)?,
     ];
-    let parts = Parts {
-        python: setup.python.clone(),
-        model: setup.model.clone(),
-        frontend: PathBuf::new(),
-        workers: Workers::Stock,
-        engines: EngineSetup::default(),
-    };
-    let aggregated = Aggregated::start(&parts, &setup.folder, &client).await?;
+    let aggregated = aggregated(setup, &client).await?;
     let references = references(&client, aggregated.base(), plan).await?;
     drop(aggregated);
     let step = Step::begin("prefill and decode workers");
@@ -201,6 +205,17 @@ async fn scenario(setup: &Setup, plan: &Plan, seed: u64) -> Result<Report> {
     step.end();
     let driver = Driver::new(seed, prefill, decode, references, &client)?;
     driver.run(plan).await
+}
+
+async fn aggregated(setup: &Setup, client: &Client) -> Result<Aggregated> {
+    let parts = Parts {
+        python: setup.python.clone(),
+        model: setup.model.clone(),
+        frontend: PathBuf::new(),
+        workers: Workers::Stock,
+        engines: EngineSetup::default(),
+    };
+    Aggregated::start(&parts, &setup.folder, client).await
 }
 
 /// The aggregated worker's answers, by number of the request.

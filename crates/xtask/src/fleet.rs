@@ -5,6 +5,7 @@
 //! Every process gets a process group of its own and a log. All of them are gone when the
 //! [`Fleet`] is dropped.
 
+use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -191,11 +192,16 @@ impl Process {
         }
     }
 
-    /// Gives the busiest thread beside the main ones the lowest priority.
+    /// Gives the busiest threads beside the main ones, one for each of its `ranks`, the lowest priority.
     ///
     /// NIXL's progress thread polls without a pause; a few workers would leave no core to anyone.
-    pub(crate) fn calm(&self) {
-        if let Some(thread) = self.child.id().try_into().ok().and_then(busiest_thread) {
+    pub(crate) fn calm(&self, ranks: usize) {
+        let group = self.child.id().try_into().ok();
+        for thread in group
+            .map_or_else(Vec::new, busiest_threads)
+            .iter()
+            .take(ranks)
+        {
             let renice = Command::new("renice")
                 .args(["-n", "19", "-p", &thread.to_string()])
                 .stdin(Stdio::null())
@@ -221,17 +227,17 @@ impl Process {
     }
 }
 
-/// The thread with the most processor time of the processes in `group`, their main threads aside.
-fn busiest_thread(group: i32) -> Option<u32> {
+/// The threads of the processes in `group`, their main threads aside, by processor time, the most first.
+fn busiest_threads(group: i32) -> Vec<u32> {
     let threads = processes(Pid::from_raw(group)).flat_map(|process| {
         let threads = entries(&Path::new("/proc").join(process.id.to_string()).join("task"));
         threads
             .filter_map(|thread| Stat::read(&thread.join("stat")))
             .filter(move |thread| thread.id != process.id)
     });
-    threads
-        .max_by_key(|thread| thread.ticks)
-        .map(|thread| thread.id)
+    let mut threads: Vec<Stat> = threads.collect();
+    threads.sort_by_key(|thread| Reverse(thread.ticks));
+    threads.into_iter().map(|thread| thread.id).collect()
 }
 
 /// The processes of a group, ended ones that nobody has reaped among them.
@@ -303,8 +309,32 @@ const INHERITED_SETTINGS: [&str; 7] = [
     "PYTHONPATH",
 ];
 
-/// Ends the processes: asks first, then kills, and waits until they are gone.
+/// Ends the processes: asks first, then kills, and waits until they are gone. Nothing of them is left.
 pub(crate) fn stop(processes: &mut [Process]) {
+    let groups = processes.iter().filter_map(|process| process.group().ok());
+    let memory: HashSet<PathBuf> = groups.flat_map(memory_of_ranks).collect();
+    end(processes);
+    for file in memory {
+        // One that is gone already is what we want.
+        let _ = fs::remove_file(file);
+    }
+}
+
+/// Files by which the tensor-parallel ranks of an engine share memory; vLLM never removes them.
+fn memory_of_ranks(group: Pid) -> impl Iterator<Item = PathBuf> {
+    processes(group).flat_map(|process| {
+        let maps = Path::new("/proc").join(process.id.to_string()).join("maps");
+        mapped(&fs::read_to_string(maps).unwrap_or_default())
+    })
+}
+
+/// Those files in `/proc/.../maps`, see proc(5).
+fn mapped(maps: &str) -> Vec<PathBuf> {
+    let file = |line: &str| Some(PathBuf::from(&line[line.find("/dev/shm/vllm_dist_")?..]));
+    maps.lines().filter_map(file).collect()
+}
+
+fn end(processes: &mut [Process]) {
     for (signal, patience) in [
         (Signal::SIGTERM, STOP_TIMEOUT),
         (Signal::SIGKILL, STOP_TIMEOUT),
@@ -548,7 +578,9 @@ impl Fleet {
             });
             let found = [Role::Prefill, Role::Decode].map(|role| seen.of(role).len());
             if found == wanted && self.lists_model().await {
-                self.workers.iter().for_each(|worker| worker.process.calm());
+                self.workers
+                    .iter()
+                    .for_each(|worker| worker.process.calm(1));
                 step.end();
                 return Ok(());
             }
@@ -942,6 +974,15 @@ mod tests {
             assert!(Instant::now() < deadline, "{child} is left");
             thread::sleep(Duration::from_millis(10));
         }
+    }
+
+    #[test]
+    fn only_the_memory_of_ranks_is_removed() {
+        let maps = "7f2a6dfff000-7f2a78000000 rw-s 00000000 00:1b 9911   /dev/shm/psm_f9adb3b5\n\
+                    7f2ab83f8000-7f2ab87f9000 rw-s 00000000 00:1b 9915   /dev/shm/vllm_dist_32ab-tp:0-[0-1]-cpushm_1\n\
+                    7ffd1c5f4000-7ffd1c616000 rw-p 00000000 00:00 0      [stack]\n";
+        let file = PathBuf::from("/dev/shm/vllm_dist_32ab-tp:0-[0-1]-cpushm_1");
+        assert_eq!(mapped(maps), [file]);
     }
 
     #[test]

@@ -66,7 +66,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 18] = [
+const PARTS: [Part; 19] = [
     Part {
         name: "format",
         heavy: false,
@@ -151,6 +151,11 @@ const PARTS: [Part; 18] = [
         name: "early release in real engines",
         heavy: true,
         run: faults::check_release,
+    },
+    Part {
+        name: "tensor parallelism in real engines",
+        heavy: true,
+        run: faults::check_ranks,
     },
     Part {
         name: "the main job on real engines",

@@ -271,16 +271,8 @@ impl Attempt<'_> {
     async fn evict(&self, blocks: std::ops::Range<usize>) -> Result<(), LegError> {
         let (driver, of) = (self.driver, self.decode().of);
         let hashes = driver.claims.engine_hashes(of, self.hashed(), blocks);
-        let one = Ask {
-            prompt: &[4],
-            salt: None,
-            output_tokens: 1,
-            ..self.ask()
-        };
-        let params = json!({ "fault_evict": hashes });
         let base = self.decode().base();
-        driver.legs.alone(base, one, Some(params)).await?;
-        driver.legs.alone(base, one, None).await
+        driver.legs.evict(base, &self.id, &hashes).await
     }
 
     /// Sends decode other prompts until it holds no more than `goal` blocks of this one.

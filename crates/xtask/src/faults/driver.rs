@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use futures_util::future::join_all;
 use serde_json::Value;
 
@@ -15,7 +15,7 @@ use crate::client::Client;
 use crate::faults::attempt::{Attempt, Story, blocks_of};
 use crate::faults::check::{Outcome, Report, Seen, by_label};
 use crate::faults::claims::Claims;
-use crate::faults::engine::{Engine, Kind, Life};
+use crate::faults::engine::{Engine, Kind, Life, settle};
 use crate::faults::legs::{LegError, Legs};
 use crate::faults::plan::{Engines, Fault, Job, Kill, Plan, Step, Victim};
 use crate::outputs::{Reference, compare};
@@ -24,13 +24,11 @@ use crate::progress::{Step as Progress, say};
 /// Seconds of a short lease.
 pub(crate) const SHORT_LEASE: u64 = 6;
 /// Log-probability margin below which two tokens count as tied.
-const EPSILON: f64 = 0.001;
+pub(crate) const EPSILON: f64 = 0.001;
 /// Jobs at once.
 const LANES: usize = 8;
 /// A request is begun anew at most so often.
 const MOST_BEGINNINGS: usize = 8;
-/// Leases of 30 s have to end.
-const SETTLE_TIMEOUT: Duration = Duration::from_secs(150);
 pub(crate) const POLL: Duration = Duration::from_millis(50);
 
 /// Counters that are in the report, with their label.
@@ -154,7 +152,7 @@ impl Driver {
             done = work => done?,
             error = self.watch(&board, requests) => return Err(error),
         }
-        let mut broken = self.settle().await?;
+        let mut broken = settle(&self.all().collect::<Vec<_>>()).await?;
         let counters = self.count(&mut broken).await?;
         let mut outcomes = std::mem::take(&mut *lock(&board.outcomes));
         outcomes.sort_by_key(|outcome| outcome.index);
@@ -397,36 +395,6 @@ impl Driver {
     /// Something that prefill counts in that life.
     pub(crate) fn saw_prefill(&self, life: u32, change: impl FnOnce(&mut Seen)) {
         change(lock(&self.sightings).cut.entry(life).or_default());
-    }
-
-    /// Waits until all blocks are free and no request is left; what is not as at the start.
-    async fn settle(&self) -> Result<Vec<String>> {
-        let mut progress = Progress::begin("until all blocks are free");
-        let deadline = Instant::now() + SETTLE_TIMEOUT;
-        loop {
-            let mut left = Vec::new();
-            for engine in self.all() {
-                engine.check()?;
-                engine.nudge().await?;
-                for name in [
-                    "vllm:kv_cache_usage_perc",
-                    "vllm:num_requests_running",
-                    "vllm:num_requests_waiting",
-                ] {
-                    let value = self.client.metric(engine.base(), name).await?;
-                    let value = value.with_context(|| format!("{} has no {name}", engine.name))?;
-                    if value != 0.0 {
-                        left.push(format!("{}: {name} {value}", engine.name));
-                    }
-                }
-            }
-            if left.is_empty() || Instant::now() > deadline {
-                progress.end();
-                return Ok(left);
-            }
-            progress.tick(&format!("({})", left.join(", ")));
-            tokio::time::sleep(Duration::from_secs(1)).await;
-        }
     }
 
     /// The engines' counters, summed; what is not as it was seen goes to `broken`.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use kvdelta_indexer::WorkerRank;
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -18,11 +18,13 @@ use crate::faults::plan::Connector;
 use crate::fleet::{
     self, ENGINE_OPTIONS, MODEL, Process, START_TIMEOUT, api_server, free_ports, kv_events,
 };
-use crate::progress::say;
+use crate::progress::{Step, say};
 
 /// Bytes of one block of the test model.
 const BLOCK_BYTES: usize = 128 << 10;
 const POLL: Duration = Duration::from_millis(250);
+/// Leases of 30 s have to end.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// What every engine of a run has.
 #[derive(Clone, Debug)]
@@ -50,6 +52,8 @@ pub(crate) struct Spec {
     pub(crate) role: Role,
     /// Its id in the index and in claims.
     pub(crate) number: u64,
+    /// Tensor-parallel ranks.
+    pub(crate) ranks: usize,
     /// Blocks of KV.
     pub(crate) blocks: usize,
     /// Longest prompt with its answer.
@@ -152,13 +156,13 @@ impl Engine {
         if kind.connector == Connector::Own {
             connector["kv_connector_module_path"] = json!("fault_connector");
         }
-        let ports = self.ports;
+        let (ports, ranks) = (self.ports, self.spec.ranks);
         let mut command = api_server(&self.setup.python, &self.setup.model, ports.http);
         command
             .args(ENGINE_OPTIONS)
             .args(["--max-model-len", &self.spec.max_tokens.to_string()])
             .arg("--kv-cache-memory-bytes")
-            .arg((self.spec.blocks * BLOCK_BYTES).to_string())
+            .arg((self.spec.blocks * BLOCK_BYTES / ranks).to_string())
             .args(["--kv-transfer-config", &connector.to_string()])
             .args(["--kv-events-config", &kv_events(ports.events, ports.replay)])
             .env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
@@ -168,6 +172,11 @@ impl Engine {
             )
             .env("UCX_TLS", "tcp,sm,self")
             .env("PYTHONPATH", std::env::join_paths(&self.setup.python_path)?);
+        if ranks > 1 {
+            command
+                .args(["--tensor-parallel-size", &ranks.to_string()])
+                .args(["--distributed-executor-backend", "mp"]);
+        }
         let process = Process::spawn(&self.name, command, &self.setup.folder)?;
         *self.process() = Some(process);
         Ok(())
@@ -189,7 +198,7 @@ impl Engine {
             tokio::time::sleep(POLL).await;
         }
         if let Some(process) = self.process().as_ref() {
-            process.calm();
+            process.calm(self.spec.ranks);
         }
         self.life.send_modify(|life| life.up = true);
         Ok(())
@@ -244,6 +253,11 @@ impl Engine {
         let _ = self.life.subscribe().wait_for(|life| life.up).await;
     }
 
+    /// Its tensor-parallel ranks.
+    pub(crate) const fn ranks(&self) -> usize {
+        self.spec.ranks
+    }
+
     /// Where it listens.
     pub(crate) fn base(&self) -> &str {
         &self.base
@@ -262,6 +276,25 @@ impl Engine {
         Ok(())
     }
 
+    /// Gauges that are not 0 after a step of its own: blocks in use, requests.
+    async fn left(&self) -> Result<Vec<String>> {
+        self.check()?;
+        self.nudge().await?;
+        let mut left = Vec::new();
+        for name in [
+            "vllm:kv_cache_usage_perc",
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+        ] {
+            let value = self.client.metric(self.base(), name).await?;
+            let value = value.with_context(|| format!("{} has no {name}", self.name))?;
+            if value != 0.0 {
+                left.push(format!("{}: {name} {value}", self.name));
+            }
+        }
+        Ok(left)
+    }
+
     /// The end of its log.
     pub(crate) fn log_tail(&self) -> String {
         tail(&self.log())
@@ -270,6 +303,24 @@ impl Engine {
     /// Its log, of all lives.
     pub(crate) fn log(&self) -> PathBuf {
         log(&self.setup.folder, &self.name)
+    }
+}
+
+/// Waits until all blocks are free and no request is left; what is not as at the start.
+pub(crate) async fn settle(engines: &[&Engine]) -> Result<Vec<String>> {
+    let mut progress = Step::begin("until all blocks are free");
+    let deadline = Instant::now() + SETTLE_TIMEOUT;
+    loop {
+        let mut left = Vec::new();
+        for engine in engines {
+            left.extend(engine.left().await?);
+        }
+        if left.is_empty() || Instant::now() > deadline {
+            progress.end();
+            return Ok(left);
+        }
+        progress.tick(&format!("({})", left.join(", ")));
+        tokio::time::sleep(Duration::from_secs(1)).await;
     }
 }
 

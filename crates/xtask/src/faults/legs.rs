@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Result;
 use eventsource_stream::Eventsource;
 use futures_util::StreamExt;
+use kvdelta_indexer::EngineHash;
 use kvdelta_protocol::{OFFER_KEY, cut_for};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -227,6 +228,25 @@ impl Legs {
         params: Option<Value>,
     ) -> Result<(), LegError> {
         self.whole(base, ask, params).await.map(drop)
+    }
+
+    /// Takes blocks out of the prefix cache of an engine with the hooks, by their hashes.
+    pub(crate) async fn evict(
+        &self,
+        base: &str,
+        id: &str,
+        hashes: &[EngineHash],
+    ) -> Result<(), LegError> {
+        let one = Ask {
+            id,
+            prompt: &[4],
+            salt: None,
+            output_tokens: 1,
+        };
+        let params = json!({ "fault_evict": hashes });
+        self.alone(base, one, Some(params)).await?;
+        // The events go out with the next step.
+        self.alone(base, one, None).await
     }
 
     async fn whole(

@@ -105,7 +105,7 @@ fn broken(stock: &Measured, own: &Measured) -> Vec<String> {
 }
 
 /// Prompt `number`: a prefix of its own and a tail that ends within a block.
-fn prompt(number: usize, blocks: usize) -> Vec<u32> {
+pub(crate) fn prompt(number: usize, blocks: usize) -> Vec<u32> {
     let mut random = fastrand::Rng::with_seed(7000 + number as u64);
     (0..PROMPT_BLOCKS * BLOCK_SIZE + 5)
         .map(|_| random.u32(WORDS))
@@ -132,6 +132,7 @@ async fn measure(setup: &Setup, client: &Client, connector: Connector) -> Result
         let spec = Spec {
             role,
             number,
+            ranks: 1,
             blocks,
             max_tokens: MAX_TOKENS,
             asks_again: false,
