@@ -28,7 +28,7 @@ const PACKAGING: [&str; 2] = ["pyproject.toml", "kvdelta.pyi"];
   cargo xtask wheel                  builds it and prints its path
   cargo xtask wheel --out wheels     a copy of it, for pip install
 
-docs/development.md tells what else engines need for kvdelta's connector.")]
+docs/transfer.md tells what else engines need for kvdelta's connector.")]
 pub(crate) struct Options {
     /// Copy the wheel to this folder.
     #[arg(long, value_name = "DIR")]
