@@ -10,10 +10,11 @@ mod render;
 mod replay;
 mod sim;
 mod trace;
+mod unit;
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Looks at a running Dynamo deployment from outside, and says what decode overlap would save; changes nothing.
 #[derive(Debug, Parser)]
@@ -35,8 +36,20 @@ enum Command {
     Replay(Box<cmd::replay::Options>),
 }
 
+/// The command line. A negative number is a value of its option, which then refuses it by name.
+fn command() -> clap::Command {
+    Cli::command().mut_subcommands(|command| {
+        command.mut_args(|argument| {
+            let is_option = argument.get_action().takes_values();
+            argument.allow_negative_numbers(is_option)
+        })
+    })
+}
+
 fn main() -> ExitCode {
-    match Cli::parse().command {
+    let matches = command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    match cli.command {
         Command::Doctor(options) => cmd::doctor::run(&options),
         Command::Estimate(options) => cmd::estimate::run(&options),
         Command::Observe(options) => cmd::observe::run(&options),

@@ -95,6 +95,7 @@ fn the_rfc_as_text() {
     let rfc: Value = serde_json::from_str(&text(&["--rfc", "--json"])).unwrap();
     assert_eq!(rfc["version"], 1);
     assert_eq!(rfc["transfer"][1]["verdict"], "differs");
+    assert_eq!(rfc["gains"][5]["verdict"], "overlaps");
     assert_eq!(rfc["literature"][0]["verdict"], "agrees");
 }
 
@@ -131,6 +132,13 @@ fn the_report_as_json() {
     );
     assert_eq!(report["recompute"]["seconds"], 0.004);
     assert_eq!(report["links"][0]["faster"], "transfer");
+}
+
+#[test]
+fn one_block_travels() {
+    let text = text(&with_shape(&["--prompt", "1601", "--cached", "1600"]));
+    let line = "1,601 tokens, 101 blocks of 16; D holds 1,600 tokens (99.9 %), 1 block travels\n";
+    assert!(text.contains(line), "{text}");
 }
 
 #[test]
@@ -243,11 +251,15 @@ fn bad_options_are_named() {
             &["--cached", "1001"],
             "1001 cached tokens are more than the prompt's 1000",
         ),
-        (&["--tp", "3"], "8 KV heads cannot be split over TP 3"),
+        (
+            &["--tp", "3"],
+            "error: --tp 3: 8 KV heads cannot be split over TP 3",
+        ),
         (
             &["--prefill-tp", "12"],
-            "8 KV heads cannot be split over TP 12",
+            "error: --prefill-tp 12: 8 KV heads cannot be split over TP 12",
         ),
+        (&["--cached", "-5"], "'-5' for '--cached <TOKENS>'"),
         (&["--tp", "0"], "0 is not in 1.."),
         (&["--dp", "0"], "0 is not in 1.."),
         (&["--block-size", "0"], "0 is not in 1.."),
@@ -304,10 +316,33 @@ fn bad_options_are_named() {
         (&["--window-layers", "8"], "--window <TOKENS>"),
         (&["--kv-lora-rank", "512"], "cannot be used with"),
         (&["--rfc"], "cannot be used with"),
+        (
+            &["--params", "7e9", "--compute-rate", "5"],
+            "'--params <N>' cannot be used with '--compute-rate <TOKENS>'",
+        ),
+        (
+            &["--devices", "2", "--compute-rate", "5"],
+            "'--devices <N>' cannot be used with '--compute-rate <TOKENS>'",
+        ),
+        (&["--qk-rope-head-dim", "64"], "cannot be used with"),
     ] {
         refused(&with_shape(&[&prompt[..], arguments].concat()), saying);
     }
-    refused(&SHAPE, "--prompt <TOKENS>");
+    refused(&SHAPE, "<--prompt <TOKENS>|--rfc>");
+    refused(&[], "<--prompt <TOKENS>|--rfc>");
+    refused(&["--prompt", "-5"], "'-5' for '--prompt <TOKENS>'");
+    for (option, value) in [
+        ("--prefill-tp", "2"),
+        ("--dtype", "fp8"),
+        ("--block-size", "32"),
+    ] {
+        let saying = format!("'--rfc' cannot be used with '{option} <");
+        refused(&["--rfc", option, value], &saying);
+    }
+    for (option, value) in [("--head-dim", "64"), ("--window", "9")] {
+        let saying = format!("'--config <FILE>' cannot be used with '{option} <");
+        refused(&["--config", "c", "--prompt", "9", option, value], &saying);
+    }
     refused(&with_shape(&["--prompt", "0"]), "0 is not in 1..");
     refused(&prompt, "give a model: --config FILE, or --layers");
     let heads = |heads| ["--layers", "80", "--kv-heads", heads, "--head-dim", "128"];
@@ -345,7 +380,15 @@ fn bad_configs_are_named() {
     }
     let path = config(&folder, &llama());
     let arguments = [&["--config", &path, "--tp", "24"][..], &prompt].concat();
-    refused(&arguments, "64 attention heads cannot be split over TP 24");
+    refused(
+        &arguments,
+        "error: --tp 24: 64 attention heads cannot be split over TP 24",
+    );
+    let tp = ["--config", &path, "--prefill-tp", "3"];
+    refused(
+        &[&tp[..], &prompt].concat(),
+        "error: --prefill-tp 3: 64 attention heads cannot be split over TP 3",
+    );
     fs::write(folder.path().join("config.json"), "{").unwrap();
     refused(
         &[&["--config", &path][..], &prompt].concat(),

@@ -122,8 +122,105 @@ fn the_table_says_the_same_as_the_json() {
         };
         assert!(text.lines().any(|line| of_row(&line)), "{row} in\n{text}");
     }
+    assert!(
+        text.contains("\nlink    100 Gbit/s a decode worker;"),
+        "{text}"
+    );
+    assert!(
+        text.contains("1,280 blocks of 83.9 MB each, step 10 ms"),
+        "{text}"
+    );
     assert_eq!(text, stdout(&arguments), "the same each time");
     assert_ne!(text, stdout(&[&arguments[..], &["--seed", "1"]].concat()));
+}
+
+#[test]
+fn one_is_singular_and_thousands_are_told_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = trace(folder.path(), &LINES[..1]);
+    let fleet = ["--decode", "1", "--prefill", "1", "--prefill-capacity", "4"];
+    let said = stdout(&[&["--trace", &path][..], &fleet].concat());
+    for line in [
+        "trace   1 request in 0 s, mean prompt 1,600 tokens, blocks of 512 tokens",
+        "prefill 1 worker, 10,000 tokens/s each, prefix cache of 4 blocks",
+        "decode  1 worker, 1,280 blocks of",
+    ] {
+        assert!(said.contains(line), "{said}");
+    }
+}
+
+#[test]
+fn remarks_say_what_came_of_stale_claims() {
+    let arguments = [
+        "--synthetic",
+        "3000",
+        "--per-second",
+        "40",
+        "--capacity",
+        "300",
+        "--event-delay",
+        "5000",
+        "--policy",
+        "overlap",
+        "--weight",
+        "1",
+    ];
+    let row = &json(&arguments)["rows"][0];
+    let asked = row["asked_again"].as_u64().unwrap();
+    assert!(
+        asked > 0 && row["recomputed"] == 0 && row["waited"] == 0,
+        "{row}"
+    );
+    let expected = format!(
+        "overlap 1 on 16: of 3,000 requests, {asked} asked prefill again after a stale claim"
+    );
+    let text = stdout(&arguments);
+    assert!(text.contains(&expected), "{text}");
+}
+
+#[test]
+fn timing_names_policies_as_the_remarks_do() {
+    let output = replay(&["--synthetic", "40", "--weight", "2", "--timing"]);
+    let said = String::from_utf8(output.stderr).unwrap();
+    let names: Vec<&str> = said
+        .lines()
+        .map(|line| line.split(':').next().unwrap())
+        .collect();
+    assert_eq!(names, ["load on 16", "overlap 2 on 16", "pooled on 16"]);
+}
+
+#[test]
+fn the_link_is_in_gbit_a_second() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = trace(folder.path(), &LINES[..1]);
+    let fleet = ["--prefill-rate", "inf", "--block-bytes", "125000000"];
+    let of = |link: &[&str]| {
+        let all = [&["--trace", &path, "--policy", "load"][..], &fleet, link].concat();
+        let report = json(&all);
+        let rate = report["settings"]["link_gbit_per_second"].as_f64();
+        (rate, report["rows"][0]["ttft_ms"]["p50"].as_f64().unwrap())
+    };
+    let (rate, at_once) = of(&["--link", "inf"]);
+    assert_eq!(rate, None, "JSON has no infinity");
+    for (link, gbit, ms) in [
+        (&["--link", "1"][..], 1.0, 4000.0),
+        (&["--link", "4"], 4.0, 1000.0),
+        (&[], 100.0, 40.0),
+    ] {
+        let (rate, ttft) = of(link);
+        assert_eq!(rate, Some(gbit));
+        assert!((ttft - at_once - ms).abs() < 1e-6, "{link:?}: {ttft}");
+    }
+}
+
+#[test]
+fn the_help_says_what_the_defaults_are_of() {
+    let help = words(stdout(&["--help"]).as_bytes());
+    let bytes = "70B class with GQA (80 layers, 8 KV heads of 128) in FP8; in bf16 it is 327680. \
+                 `kvdelta estimate` prints";
+    assert!(help.contains(bytes), "{help}");
+    assert!(help.contains("[default: 163840]"), "{help}");
+    assert!(help.contains("in Gbit/s; inf: transfers take no time [default: 100]"));
 }
 
 #[test]
@@ -182,7 +279,19 @@ fn what_cannot_be_used_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = trace(folder.path(), &LINES);
     let cases: &[(&[&str], &str)] = &[
-        (&[], "--trace"),
+        (&[], "<--trace <FILE>|--synthetic <REQUESTS>>"),
+        (
+            &["--trace", &path, "--synthetic", "9"],
+            "'--trace <FILE>' cannot be used with '--synthetic <REQUESTS>'",
+        ),
+        (
+            &["--trace", &path, "--per-second", "9"],
+            "'--trace <FILE>' cannot be used with '--per-second <REQUESTS>'",
+        ),
+        (
+            &["--synthetic", "9", "--skip-bad"],
+            "'--synthetic <REQUESTS>' cannot be used with '--skip-bad'",
+        ),
         (
             &["--trace", "/no/such/file"],
             "cannot read /no/such/file: No such file",
@@ -192,7 +301,26 @@ fn what_cannot_be_used_is_named() {
             "'0' for '--decode <WORKERS>': must be a whole number from 1",
         ),
         (&["--trace", &path, "--prefill", "0"], "--prefill"),
-        (&["--trace", &path, "--weight", "-1"], "-1"),
+        (
+            &["--trace", &path, "--weight", "-1"],
+            "'-1' for '--weight <WEIGHTS>': -1 is no weight",
+        ),
+        (
+            &["--trace", &path, "--itl", "-1"],
+            "'-1' for '--itl <MS>': must be a finite number above 0",
+        ),
+        (
+            &["--trace", &path, "--event-delay", "-3"],
+            "'-3' for '--event-delay <MS>': must be a finite number, 0 or more",
+        ),
+        (
+            &["--trace", &path, "--link", "-0.5"],
+            "'-0.5' for '--link <GBITS>': must be a number from 0.001",
+        ),
+        (
+            &["--trace", &path, "--seed", "-7"],
+            "'-7' for '--seed <SEED>'",
+        ),
         (&["--trace", &path, "--weight", "nan"], "NaN is no weight"),
         (
             &["--trace", &path, "--policy", "best"],
@@ -225,7 +353,7 @@ fn what_cannot_be_used_is_named() {
         ),
         (
             &["--trace", &path, "--format", "dynamo"],
-            "line 1: not a request of the Dynamo format",
+            "line 1: not a request of the Dynamo format: missing field `schema` in the line, which has no `event`",
         ),
     ];
     for (arguments, expected) in cases {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -19,9 +19,9 @@ use crate::estimate::report::{Compute, Layout, Question, Report};
 use crate::estimate::rfc::{self, Rfc};
 use crate::estimate::table;
 use crate::estimate::transfer::{Link, MAX_BLOCK_TOKENS, MAX_PROMPT_TOKENS, Request};
-use crate::estimate::unit::digits;
 use crate::estimate::work::{Attention, Speed, Work};
 use crate::render::say;
+use crate::unit::digits;
 
 /// What prefill reaches of a device's peak where nothing else is said; an assumption. Pope et al.
 /// ("Efficiently Scaling Transformer Inference") measured 0.76 with large batches.
@@ -29,6 +29,7 @@ const UTILISATION: &str = "0.5";
 
 /// Options of `kvdelta estimate`.
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("asked").args(["prompt", "rfc"]).required(true))]
 #[command(after_help = "Examples:
   kvdelta estimate --config config.json --prompt 131072 --cached 114688 --tp 8 --link 100,400 --device h100
   kvdelta estimate --layers 80 --kv-heads 8 --head-dim 128 --dtype fp8 --prompt 8192 --cached 6144
@@ -42,7 +43,8 @@ recompute are compared from where P has the prompt: P's own prefill is in neithe
 Exit codes: 0 done, 2 bad usage, a model or layout that is not covered, or a file that cannot be read.")]
 pub(crate) struct Options {
     /// Take the model from this Hugging Face config.json.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["layers", "kv_heads", "heads", "kv_lora_rank"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["layers", "kv_heads", "head_dim", "heads", "kv_lora_rank",
+          "qk_rope_head_dim", "window_layers", "window"])]
     config: Option<PathBuf>,
 
     /// Attention layers.
@@ -62,12 +64,13 @@ pub(crate) struct Options {
     heads: Option<u64>,
 
     /// Rank of an MLA latent, in place of heads.
-    #[arg(long, value_name = "N", value_parser = count(), requires = "layers", conflicts_with = "kv_heads")]
+    #[arg(long, value_name = "N", value_parser = count(), requires = "layers",
+          conflicts_with_all = ["kv_heads", "head_dim", "heads"])]
     kv_lora_rank: Option<u64>,
 
     /// Rotary values beside an MLA latent.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(0..=MAX_COUNT),
-          requires = "kv_lora_rank")]
+          requires = "kv_lora_rank", conflicts_with_all = ["kv_heads", "head_dim", "heads"])]
     qk_rope_head_dim: Option<u64>,
 
     /// So many of the layers keep only --window tokens.
@@ -96,7 +99,7 @@ pub(crate) struct Options {
     dp: u64,
 
     /// Tokens of the prompt.
-    #[arg(long, value_name = "TOKENS", required_unless_present = "rfc",
+    #[arg(long, value_name = "TOKENS",
           value_parser = clap::value_parser!(u64).range(1..=MAX_PROMPT_TOKENS))]
     prompt: Option<u64>,
 
@@ -111,12 +114,12 @@ pub(crate) struct Options {
 
     /// What a transfer gets of the link, over all ranks, in Gbit/s; several with commas.
     #[arg(long, value_name = "GBITS", default_value = "100", value_delimiter = ',',
-          allow_negative_numbers = true, value_parser = above_zero)]
+          value_parser = above_zero)]
     link: Vec<f64>,
 
     /// What each transfer takes beside its bytes.
     #[arg(long, value_name = "MS", default_value = "0",
-          allow_negative_numbers = true, value_parser = not_negative)]
+          value_parser = not_negative)]
     overhead_ms: f64,
 
     /// Compute on these, by their peaks: a100, l40s, h20, h100, h200, b200 or mi300x.
@@ -124,30 +127,37 @@ pub(crate) struct Options {
     device: Option<String>,
 
     /// Devices of a D [default: --tp].
-    #[arg(long, value_name = "N", value_parser = count(), requires = "device")]
+    #[arg(long, value_name = "N", value_parser = count(), requires = "device", conflicts_with = "compute_rate")]
     devices: Option<u64>,
 
     /// What the devices compute in: bf16 or fp8.
-    #[arg(long, default_value = "bf16", requires = "device")]
+    #[arg(
+        long,
+        default_value = "bf16",
+        requires = "device",
+        conflicts_with = "compute_rate"
+    )]
     precision: Precision,
 
     /// Share of the peak that is reached: an assumption, best replaced by --compute-rate.
     #[arg(long, value_name = "SHARE", default_value = UTILISATION, value_parser = share,
-          allow_negative_numbers = true, requires = "device")]
+          requires = "device", conflicts_with = "compute_rate")]
     utilisation: f64,
 
     /// Parameters that a token is multiplied with, of experts those that it meets, such as 70e9
     /// [default: by the config].
-    #[arg(long, value_name = "N", value_parser = above_zero, requires = "device",
-          allow_negative_numbers = true)]
+    #[arg(long, value_name = "N", value_parser = above_zero, requires = "device", conflicts_with = "compute_rate")]
     params: Option<f64>,
 
     /// Tokens a second that D computes, as measured.
-    #[arg(long, value_name = "TOKENS", value_parser = above_zero, allow_negative_numbers = true)]
+    #[arg(long, value_name = "TOKENS", value_parser = above_zero)]
     compute_rate: Option<f64>,
 
     /// Print the RFC's tables and figures of others, and what agrees with the formulas.
-    #[arg(long, conflicts_with_all = ["config", "layers", "prompt", "cached", "link", "device", "compute_rate"])]
+    #[arg(long, conflicts_with_all = ["config", "layers", "kv_heads", "head_dim", "heads", "kv_lora_rank",
+          "qk_rope_head_dim", "window_layers", "window", "dtype", "tp", "prefill_tp", "dp", "prompt", "cached",
+          "block_size", "link", "overhead_ms", "device", "devices", "precision", "utilisation", "params",
+          "compute_rate"])]
     rfc: bool,
 
     /// Print JSON.
@@ -324,18 +334,17 @@ fn question(options: &Options) -> Result<Question> {
         decode_tp: options.tp,
         dp: options.dp,
     };
-    if let Some(attention) = model.attention {
-        for tp in [layout.prefill_tp, layout.decode_tp] {
-            if !attention.heads.is_multiple_of(tp) {
-                bail!(
-                    "{} attention heads cannot be split over TP {tp}",
-                    attention.heads
-                );
-            }
-        }
-    }
     let dtype = options.dtype.or(model.dtype).unwrap_or(Dtype::Bf16);
     let shape = Shape::new(model.cache, std::mem::take(&mut model.layers), dtype)?;
+    let splits = [
+        ("--tp", Some(options.tp)),
+        ("--prefill-tp", options.prefill_tp),
+    ];
+    for (option, tp) in splits {
+        if let Some(tp) = tp {
+            check_split(&shape, model.attention, tp).with_context(|| format!("{option} {tp}"))?;
+        }
+    }
     if shape.layers().iter().any(|of| of.window_tokens.is_some()) {
         model.warnings.push(
             "the router makes no claims about models with windows today: P holds all of it"
@@ -360,6 +369,17 @@ fn question(options: &Options) -> Result<Question> {
             .collect(),
         warnings: model.warnings,
     })
+}
+
+/// Whether the heads can be split over `tp` ranks.
+fn check_split(shape: &Shape, attention: Option<Attention>, tp: u64) -> Result<()> {
+    if let Some(Attention { heads, .. }) = attention
+        && !heads.is_multiple_of(tp)
+    {
+        bail!("{heads} attention heads cannot be split over TP {tp}");
+    }
+    shape.token_bytes(tp)?;
+    Ok(())
 }
 
 /// `None`: not asked for.

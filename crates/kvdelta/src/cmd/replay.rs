@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
-use clap::{Args, ValueEnum};
+use clap::{ArgGroup, Args, ValueEnum};
 use kvdelta_indexer::BlockSize;
 use kvdelta_overlap::Weight;
 
@@ -17,6 +17,7 @@ use crate::render::say;
 use crate::replay::{chart, report::Report, table};
 use crate::sim::{Policy, Settings, run as simulate};
 use crate::trace::{Format, Reading, Synthetic, Trace, read};
+use crate::unit::decimal;
 
 /// Tokens of a block of a made trace, as of Mooncake's.
 const BLOCK_TOKENS: u32 = 512;
@@ -27,6 +28,7 @@ const WORKERS_MAX: usize = 100_000;
 
 /// Options of `kvdelta replay`.
 #[derive(Debug, Args)]
+#[command(group = ArgGroup::new("requests").args(["traces", "synthetic"]).required(true))]
 #[command(after_help = "Examples:
   kvdelta replay --trace conversation_trace.jsonl
   kvdelta replay --trace conversation_trace.jsonl --policy load,overlap,pair --weight 0,0.5,1,2 --json
@@ -40,11 +42,7 @@ Dynamo writes with DYN_REQUEST_TRACE_SINKS=file.
 Exit codes: 0 done, 2 an option or a trace that cannot be used, or a result that cannot be written.")]
 pub(crate) struct Options {
     /// The trace, JSON lines, packed by gzip or not; may be given several times, for the parts of one.
-    #[arg(
-        long = "trace",
-        value_name = "FILE",
-        required_unless_present = "synthetic"
-    )]
+    #[arg(long = "trace", value_name = "FILE")]
     traces: Vec<PathBuf>,
 
     /// How the trace is written. Not given: as its first line looks.
@@ -52,15 +50,15 @@ pub(crate) struct Options {
     format: Option<Format>,
 
     /// Leave bad lines out, and say how many.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "synthetic")]
     skip_bad: bool,
 
     /// Instead of a trace: so many made requests, of conversations with shared system prompts.
-    #[arg(long, value_name = "REQUESTS", conflicts_with = "traces", value_parser = count)]
+    #[arg(long, value_name = "REQUESTS", value_parser = count)]
     synthetic: Option<usize>,
 
     /// Made requests that come in a second.
-    #[arg(long, value_name = "REQUESTS", default_value = "4", value_parser = positive)]
+    #[arg(long, value_name = "REQUESTS", default_value = "4", conflicts_with = "traces", value_parser = positive)]
     per_second: f64,
 
     /// Tokens in a block. Not given: what Dynamo's trace says, or 512.
@@ -117,11 +115,12 @@ pub(crate) struct Options {
     #[arg(long, value_name = "TOKENS", default_value = "5000", value_parser = rate)]
     recompute_rate: f64,
 
-    /// What a decode worker's link brings in a second: 10^9 bytes; inf: transfers take no time.
-    #[arg(long, value_name = "GB", default_value = "12.5", value_parser = rate)]
+    /// What a decode worker's link brings, in Gbit/s; inf: transfers take no time.
+    #[arg(long, value_name = "GBITS", default_value = "100", value_parser = rate)]
     link: f64,
 
-    /// Bytes of KV a token.
+    /// Bytes of KV a token. The default is that of a model of the 70B class with GQA (80 layers, 8 KV heads of 128)
+    /// in FP8; in bf16 it is 327680. `kvdelta estimate` prints that of a model.
     #[arg(long, value_name = "BYTES", default_value = "163840", value_parser = bytes)]
     token_bytes: u64,
 
@@ -289,10 +288,9 @@ fn replay(options: &Options) -> Result<()> {
             if options.timing {
                 let seconds = start.elapsed().as_secs_f64();
                 say(&format!(
-                    "{} {} on {decode}: {:.0} requests a second, {seconds:.3} s",
-                    policy.name(),
-                    policy.weight().unwrap_or_default(),
-                    outcome.requests as f64 / seconds
+                    "{} on {decode}: {} requests a second, {seconds:.3} s",
+                    policy.label(),
+                    decimal(outcome.requests as f64 / seconds, 0)
                 ));
             }
             report.add(*policy, *decode, outcome);
@@ -357,7 +355,7 @@ fn settings(options: &Options, decode: usize, block_size: BlockSize) -> Settings
         itl_ms: options.itl,
         itl_ms_per_block: options.itl_per_token * f64::from(u32::from(block_size)) / 1000.0,
         recompute_tokens_per_s: options.recompute_rate,
-        link_bytes_per_s: options.link * 1e9,
+        link_gbit_per_second: options.link,
         block_bytes: options
             .block_bytes
             .unwrap_or_else(|| options.token_bytes.saturating_mul(tokens)),

@@ -10,5 +10,4 @@ pub(crate) mod report;
 pub(crate) mod rfc;
 pub(crate) mod table;
 pub(crate) mod transfer;
-pub(crate) mod unit;
 pub(crate) mod work;

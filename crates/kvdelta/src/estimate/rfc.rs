@@ -14,10 +14,10 @@ use serde::Serialize;
 use super::device::{Device, Precision};
 use super::model::{Cache, Dtype, Layers, ModelError, Shape};
 use super::transfer::{Link, Request, Sizes};
-use super::unit::{binary_bytes, bytes, count, percent, seconds};
 use super::work::{Attention, Speed, Work};
 use crate::render::Side::{Left, Right};
 use crate::render::Table;
+use crate::unit::{binary_bytes, bytes, count, percent, seconds};
 
 /// Version of the JSON's keys.
 const VERSION: u32 = 1;
@@ -69,6 +69,8 @@ pub(crate) enum Verdict {
     Agrees,
     /// It does where its GB are 2^30 bytes (its MB 2^20).
     AgreesInBinary,
+    /// A part of the formula's interval is in the figure's.
+    Overlaps,
     Differs,
 }
 
@@ -77,6 +79,7 @@ impl Verdict {
         match self {
             Self::Agrees => "agrees",
             Self::AgreesInBinary => "agrees, in 2^30",
+            Self::Overlaps => "overlaps",
             Self::Differs => "DIFFERS",
         }
     }
@@ -133,8 +136,7 @@ pub(crate) struct Reading {
     pub(crate) delta_seconds: f64,
 }
 
-const TOLERANCE: &str = "agrees: the formula's value, rounded to the figure's digits, is the figure; of intervals: \
-                         both have a value in common";
+const TOLERANCE: &str = "agrees: the formula's value rounds to the figure, or lies in its interval; overlaps: a part of it does";
 
 /// A figure with its digits.
 #[derive(Debug, Clone, Copy)]
@@ -351,7 +353,7 @@ fn gains(shape: &Shape) -> Result<Vec<Cell>> {
             figure: format!("{traffic}: bandwidth saved"),
             said: interval(bandwidth),
             formula: interval((saved, saved)),
-            verdict: overlap(bandwidth, (saved, saved)),
+            verdict: compare(bandwidth, (saved, saved)),
             remark: format!("the cached share: {tokens}"),
         });
         // P computes all of the prompt, or holds as much of it as D.
@@ -363,7 +365,7 @@ fn gains(shape: &Shape) -> Result<Vec<Cell>> {
             figure: format!("{traffic}: TTFT"),
             said: interval(ttft),
             formula: interval((gain[0], gain[1])),
-            verdict: overlap(ttft, (gain[0], gain[1])),
+            verdict: compare(ttft, (gain[0], gain[1])),
             remark: format!(
                 "takes a transfer of {} of TTFT; it is {}",
                 interval(needed),
@@ -381,10 +383,13 @@ fn interval((low, high): Interval) -> String {
     format!("{low:.0}..{high:.0} %")
 }
 
-fn overlap(one: Interval, other: Interval) -> Verdict {
-    match one.0 <= other.1 && other.0 <= one.1 {
-        true => Verdict::Agrees,
-        false => Verdict::Differs,
+fn compare(said: Interval, formula: Interval) -> Verdict {
+    if said.0 <= formula.0 && formula.1 <= said.1 {
+        Verdict::Agrees
+    } else if said.0 <= formula.1 && formula.0 <= said.1 {
+        Verdict::Overlaps
+    } else {
+        Verdict::Differs
     }
 }
 

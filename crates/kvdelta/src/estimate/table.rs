@@ -8,9 +8,9 @@ use super::model::{Cache, Layers};
 use super::report::{
     Faster, LayoutLine, LinkLine, ModelLine, RanksLine, RecomputeLine, Report, RequestLine,
 };
-use super::unit::{binary_bytes, bytes, count, digits, percent, seconds};
 use crate::render::Side::{Left, Right};
 use crate::render::{Table, plain};
+use crate::unit::{binary_bytes, bytes, count, counted, digits, percent, seconds};
 
 /// The report as text.
 pub(crate) fn text(report: &Report) -> String {
@@ -45,12 +45,15 @@ fn model(model: &ModelLine) -> String {
             kv_heads,
             key_dim,
             value_dim,
-        } if key_dim == value_dim => format!("{kv_heads} KV heads of {key_dim}"),
+        } if key_dim == value_dim => format!("{} of {key_dim}", counted(kv_heads, "KV head")),
         Cache::Heads {
             kv_heads,
             key_dim,
             value_dim,
-        } => format!("{kv_heads} KV heads of {key_dim} and {value_dim}"),
+        } => format!(
+            "{} of {key_dim} and {value_dim}",
+            counted(kv_heads, "KV head")
+        ),
         Cache::Latent { rank, rope_dim } => format!("an MLA latent of {rank} + {rope_dim}"),
     };
     let layers: Vec<_> = model.layers.iter().map(layers).collect();
@@ -66,8 +69,12 @@ fn model(model: &ModelLine) -> String {
 
 fn layers(layers: &Layers) -> String {
     match layers.window_tokens {
-        None => format!("{} layers", layers.count),
-        Some(window) => format!("{} layers with a window of {}", layers.count, count(window)),
+        None => counted(layers.count, "layer"),
+        Some(window) => format!(
+            "{} with a window of {}",
+            counted(layers.count, "layer"),
+            count(window)
+        ),
     }
 }
 
@@ -95,13 +102,18 @@ fn layout(layout: &LayoutLine) -> String {
 fn prompt(request: &RequestLine) -> String {
     let share = request.overlap_tokens as f64 / request.prompt_tokens as f64;
     format!(
-        "prompt  {} tokens, {} blocks of {}; D holds {} tokens ({}), {} blocks travel",
-        count(request.prompt_tokens),
-        count(request.prompt_blocks),
+        "prompt  {}, {} of {}; D holds {} ({}), {} {}",
+        counted(request.prompt_tokens, "token"),
+        counted(request.prompt_blocks, "block"),
         request.block_size_tokens,
-        count(request.overlap_tokens),
+        counted(request.overlap_tokens, "token"),
         percent(share),
-        count(request.delta_blocks)
+        counted(request.delta_blocks, "block"),
+        if request.delta_blocks == 1 {
+            "travels"
+        } else {
+            "travel"
+        }
     )
 }
 
@@ -136,8 +148,8 @@ fn sizes(report: &Report) -> String {
 
 fn recomputed(recompute: &RecomputeLine, request: &RequestLine) -> String {
     let mut text = format!(
-        "recompute  {} tokens on D in {}: {}\n",
-        count(request.missing_tokens),
+        "recompute  {} on D in {}: {}\n",
+        counted(request.missing_tokens, "token"),
         seconds(recompute.seconds),
         plain(&recompute.by)
     );

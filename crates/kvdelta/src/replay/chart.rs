@@ -77,13 +77,6 @@ fn values(row: &Row) -> [Option<f64>; 2] {
     [Some(outcome.saved_share * 100.0), outcome.imbalance]
 }
 
-fn name(row: &Row) -> String {
-    match row.weight {
-        Some(weight) => format!("{} {weight}", row.policy),
-        None => row.policy.to_owned(),
-    }
-}
-
 /// A line for each policy; those without a weight are level.
 fn over_weights(report: &Report) -> Axis {
     let mut weights: Vec<f64> = report.rows.iter().filter_map(|row| row.weight).collect();
@@ -125,7 +118,7 @@ fn over_fleets(report: &Report) -> Axis {
     let fleets = report.fleets();
     let mut lines: Vec<Line> = Vec::new();
     for row in &report.rows {
-        let name = name(row);
+        let name = row.label.clone();
         let place = fleets.iter().position(|fleet| *fleet == row.decode);
         let at = lines.iter().position(|line| line.name == name);
         let at = at.unwrap_or_else(|| {

@@ -38,6 +38,8 @@ pub(crate) struct TraceReport {
 pub(crate) struct Row {
     pub(crate) policy: &'static str,
     pub(crate) weight: Option<f64>,
+    #[serde(skip)]
+    pub(crate) label: String,
     pub(crate) decode: usize,
     #[serde(flatten)]
     pub(crate) outcome: Outcome,
@@ -66,6 +68,7 @@ impl Report {
         self.rows.push(Row {
             policy: policy.name(),
             weight: policy.weight(),
+            label: policy.label(),
             decode,
             outcome,
         });

@@ -7,41 +7,50 @@ use std::fmt::Write as _;
 use super::report::{Report, Row};
 use crate::render::Side::{Left, Right};
 use crate::render::Table;
+use crate::sim::Percentiles;
+use crate::unit::{bytes, count, counted, decimal, exact};
 
 /// How many columns there are.
-const COLUMNS: usize = 12;
+const COLUMNS: usize = 11;
 
 /// The replay as text.
 pub(crate) fn text(report: &Report) -> String {
     let mut text = String::new();
     let (trace, fleet) = (&report.trace, &report.settings);
     let mean = trace.prompt_tokens as f64 / trace.requests as f64;
-    let fleets: Vec<String> = report.fleets().iter().map(usize::to_string).collect();
+    let fleets = report.fleets();
+    let decode: Vec<String> = fleets.iter().map(|fleet| number(*fleet)).collect();
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
-        "trace   {} requests in {:.0} s, mean prompt {mean:.0} tokens, blocks of {} tokens",
-        trace.requests, trace.seconds, trace.block_size_tokens
+        "trace   {} in {} s, mean prompt {} tokens, blocks of {}",
+        things(trace.requests, "request"),
+        decimal(trace.seconds, 0),
+        decimal(mean, 0),
+        things(trace.block_size_tokens, "token")
     );
     let _ = writeln!(
         text,
-        "prefill {} workers, {} tokens/s each, prefix cache of {} blocks",
-        fleet.prefill, fleet.prefill_tokens_per_s, fleet.prefill_capacity
+        "prefill {}, {} tokens/s each, prefix cache of {}",
+        things(fleet.prefill, "worker"),
+        exact(fleet.prefill_tokens_per_s),
+        things(fleet.prefill_capacity, "block")
     );
     let _ = writeln!(
         text,
-        "decode  {} workers, {} blocks of {} each, step {} ms + {} ms a block",
-        fleets.join(", "),
-        fleet.capacity,
+        "decode  {} {}, {} of {} each, step {} ms + {} ms a block",
+        decode.join(", "),
+        if fleets == [1] { "worker" } else { "workers" },
+        things(fleet.capacity, "block"),
         bytes(fleet.block_bytes),
-        fleet.itl_ms,
-        short(fleet.itl_ms_per_block)
+        exact(fleet.itl_ms),
+        exact((fleet.itl_ms_per_block * 1e4).round() / 1e4)
     );
     let _ = writeln!(
         text,
-        "link    {} GB/s a decode worker; events {} ms late, {} of them lost; seed {}\n",
-        fleet.link_bytes_per_s / 1e9,
-        fleet.event_delay_ms,
+        "link    {} Gbit/s a decode worker; events {} ms late, {} of them lost; seed {}\n",
+        exact(fleet.link_gbit_per_second),
+        exact(fleet.event_delay_ms),
         fleet.event_loss,
         fleet.seed
     );
@@ -56,8 +65,7 @@ pub(crate) fn text(report: &Report) -> String {
             ("stale", Right),
             ("imbalance", Right),
             ("busiest", Right),
-            ("TTFT p50", Right),
-            ("p99", Right),
+            ("TTFT p50 / p99", Right),
             ("ITL p50 / p99", Right),
         ],
         rows: report.rows.iter().map(cells).collect(),
@@ -69,8 +77,8 @@ pub(crate) fn text(report: &Report) -> String {
 
 fn cells(row: &Row) -> [String; COLUMNS] {
     let outcome = &row.outcome;
-    let number = |value: Option<f64>, digits: usize| {
-        value.map_or_else(|| "-".to_owned(), |value| format!("{value:.digits$}"))
+    let known = |value: Option<f64>, decimals: usize| {
+        value.map_or_else(|| "-".to_owned(), |value| decimal(value, decimals))
     };
     let percent = |share: f64| format!("{:.1}%", share * 100.0);
     let (ttft, itl) = (outcome.ttft_ms, outcome.itl_ms);
@@ -78,17 +86,26 @@ fn cells(row: &Row) -> [String; COLUMNS] {
         row.policy.to_owned(),
         row.weight
             .map_or_else(|| "-".to_owned(), |weight| weight.to_string()),
-        row.decode.to_string(),
+        number(row.decode),
         percent(outcome.saved_share),
         percent(outcome.hit_share),
         bytes(outcome.moved_bytes),
-        outcome.stale_claims.to_string(),
-        number(outcome.imbalance, 2),
-        number(outcome.busiest, 2),
-        number(ttft.p50, 0),
-        number(ttft.p99, 0),
-        format!("{} / {} ms", number(itl.p50, 1), number(itl.p99, 1)),
+        count(outcome.stale_claims),
+        known(outcome.imbalance, 2),
+        known(outcome.busiest, 2),
+        times(ttft, 0),
+        times(itl, 1),
     ]
+}
+
+/// The median and the largest but a hundredth.
+fn times(times: Percentiles, decimals: usize) -> String {
+    match (times.p50, times.p99) {
+        (Some(p50), Some(p99)) => {
+            format!("{} / {} ms", decimal(p50, decimals), decimal(p99, decimals))
+        }
+        _ => "-".to_owned(),
+    }
 }
 
 /// What happened that the table does not show.
@@ -98,14 +115,17 @@ fn remarks(report: &Report) -> String {
         let outcome = &row.outcome;
         let counts = [
             (outcome.recomputed, "recomputed after a stale claim"),
-            (outcome.asked_again, "asked prefill again after one"),
+            (
+                outcome.asked_again,
+                "asked prefill again after a stale claim",
+            ),
             (outcome.waited, "waited for room"),
             (outcome.overloaded, "found every decode worker refused"),
         ];
         let counts: Vec<String> = counts
             .into_iter()
             .filter(|(count, _)| *count > 0)
-            .map(|(count, what)| format!("{count} {what}"))
+            .map(|(many, what)| format!("{} {what}", count(many)))
             .collect();
         if counts.is_empty() {
             continue;
@@ -113,33 +133,22 @@ fn remarks(report: &Report) -> String {
         if text.is_empty() {
             text.push('\n');
         }
-        let weight = row.weight.map(|weight| format!(" {weight}"));
         let _ = writeln!(
             text,
-            "{}{} on {}: of {} requests, {}",
-            row.policy,
-            weight.unwrap_or_default(),
-            row.decode,
-            outcome.requests,
+            "{} on {}: of {}, {}",
+            row.label,
+            number(row.decode),
+            things(outcome.requests, "request"),
             counts.join(", ")
         );
     }
     text
 }
 
-fn bytes(count: u64) -> String {
-    let units = ["B", "kB", "MB", "GB", "TB", "PB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 1000.0 && unit + 1 < units.len() {
-        value /= 1000.0;
-        unit += 1;
-    }
-    format!("{value:.1} {}", units[unit])
+fn number(many: usize) -> String {
+    count(u64::try_from(many).unwrap_or(u64::MAX))
 }
 
-/// Four digits behind the point at most.
-fn short(value: f64) -> String {
-    let text = format!("{value:.4}");
-    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+fn things(many: usize, thing: &str) -> String {
+    counted(u64::try_from(many).unwrap_or(u64::MAX), thing)
 }

@@ -90,6 +90,14 @@ impl Policy {
         }
     }
 
+    /// Its name with its weight, if it has one.
+    pub(crate) fn label(self) -> String {
+        match self.weight() {
+            Some(weight) => format!("{} {weight}", self.name()),
+            None => self.name().to_owned(),
+        }
+    }
+
     /// Whether the decode worker is chosen when prefill is done, without a look into the index and without a claim.
     pub(crate) fn is_late(self) -> bool {
         match self {

@@ -247,7 +247,7 @@ fn pair_rates(settings: &Settings) -> Result<PairRates, BadSetting> {
     let rate = |per_s: f64| Rate::try_from(per_s / 1000.0).map_err(|_| BadSetting::InfinitePair);
     Ok(PairRates {
         prefill_tokens_per_ms: rate(settings.prefill_tokens_per_s)?,
-        link_bytes_per_ms: rate(settings.link_bytes_per_s)?,
+        link_bytes_per_ms: rate(settings.link_bytes_per_s())?,
         block_bytes: settings.block_bytes,
     })
 }

@@ -119,7 +119,7 @@ impl<'a> FleetRun<'a> {
         let recovery = Recovery::new(RecoverySettings {
             prefill_tokens_per_second: settings.prefill_tokens_per_s.min(FASTEST),
             decode_tokens_per_second: settings.recompute_tokens_per_s.min(FASTEST),
-            link_bytes_per_second: settings.link_bytes_per_s.min(FASTEST),
+            link_bytes_per_second: settings.link_bytes_per_s().min(FASTEST),
             ..RecoverySettings::default()
         });
         let recovery = recovery.map_err(BadSetting::Recovery)?;
@@ -315,7 +315,7 @@ impl<'a> FleetRun<'a> {
             self.tally.moved_blocks += missing as u64;
             let bytes = missing as f64 * self.settings.block_bytes as f64;
             let from = worker.link_free_at.max(now);
-            let done = from.saturating_add(taken(bytes, self.settings.link_bytes_per_s));
+            let done = from.saturating_add(taken(bytes, self.settings.link_bytes_per_s()));
             worker.link_free_at = done;
             done
         };

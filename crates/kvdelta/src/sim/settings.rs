@@ -31,8 +31,8 @@ pub(crate) struct Settings {
     pub(crate) itl_ms_per_block: f64,
     /// Prompt tokens that a decode worker computes in a second, after a stale claim.
     pub(crate) recompute_tokens_per_s: f64,
-    /// What a decode worker's link brings in a second: bytes. One transfer after the other.
-    pub(crate) link_bytes_per_s: f64,
+    /// What a decode worker's link brings. One transfer after the other.
+    pub(crate) link_gbit_per_second: f64,
     /// Bytes of a block.
     pub(crate) block_bytes: u64,
     /// How late the router hears of what a decode worker stores and removes: milliseconds.
@@ -106,7 +106,7 @@ impl Settings {
         self.decode = 1;
         // A step and a transfer take as long as they would on a worker with an equal part of the load.
         self.itl_ms_per_block /= workers;
-        self.link_bytes_per_s *= workers;
+        self.link_gbit_per_second *= workers;
         self.recompute_tokens_per_s *= workers;
         self
     }
@@ -114,6 +114,11 @@ impl Settings {
     /// A step of a decode worker with `blocks` blocks of running requests: milliseconds.
     pub(crate) fn step_ms(&self, blocks: usize) -> f64 {
         self.itl_ms + self.itl_ms_per_block * blocks as f64
+    }
+
+    /// What a decode worker's link brings in a second.
+    pub(crate) fn link_bytes_per_s(&self) -> f64 {
+        self.link_gbit_per_second * 1e9 / 8.0
     }
 
     /// How late events are.

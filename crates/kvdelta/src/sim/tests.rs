@@ -22,7 +22,7 @@ pub(super) fn settings() -> Settings {
         itl_ms: 10.0,
         itl_ms_per_block: 0.025,
         recompute_tokens_per_s: 5_000.0,
-        link_bytes_per_s: 12.5e9,
+        link_gbit_per_second: 100.0,
         block_bytes: 1 << 20,
         event_delay_ms: 0.0,
         event_loss: 0.0,
@@ -32,7 +32,7 @@ pub(super) fn settings() -> Settings {
 fn instant() -> Settings {
     Settings {
         prefill_tokens_per_s: f64::INFINITY,
-        link_bytes_per_s: f64::INFINITY,
+        link_gbit_per_second: f64::INFINITY,
         itl_ms: 30.0,
         itl_ms_per_block: 0.0,
         ..settings()
@@ -104,7 +104,7 @@ fn times_add_up() {
         decode: 1,
         prefill: 1,
         prefill_tokens_per_s: 512.0,
-        link_bytes_per_s: f64::INFINITY,
+        link_gbit_per_second: f64::INFINITY,
         itl_ms_per_block: 90.0,
         ..settings()
     };
@@ -132,7 +132,7 @@ fn transfers_to_a_worker_come_one_after_the_other_and_only_what_it_lacks_travels
         decode: 1,
         prefill_tokens_per_s: f64::INFINITY,
         itl_ms: 1e-3,
-        link_bytes_per_s: f64::from(1 << 20) * 1000.0,
+        link_gbit_per_second: f64::from(8 << 20) * 1e-6,
         ..settings()
     };
     let outcome = run(&same, &fleet, Policy::Overlap(weight(1.0))).unwrap();

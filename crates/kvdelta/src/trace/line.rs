@@ -138,11 +138,14 @@ impl Format {
     fn record(self, line: &str) -> Result<Option<Row>, BadLine> {
         let mut value: Value = serde_json::from_str(line).map_err(|e| self.bad(&e))?;
         // Dynamo's sinks to other systems wrap the record.
-        let value = match value.get_mut("event") {
-            Some(event) => event.take(),
-            None => value,
+        let (value, place) = match value.get_mut("event") {
+            Some(event) => (event.take(), "in `event`"),
+            None => (value, "in the line, which has no `event`"),
         };
-        let record: Record = serde_json::from_value(value).map_err(|e| self.bad(&e))?;
+        let record: Record = serde_json::from_value(value).map_err(|error| BadLine::Json {
+            format: self,
+            error: format!("{error} {place}"),
+        })?;
         if record.schema != SCHEMA {
             return Err(BadLine::Schema(record.schema));
         }

@@ -124,6 +124,14 @@ fn bad_lines_are_named_with_their_number() {
             "the schema is dynamo.request.trace.v2",
         ),
         (
+            r#"{"event":{"event_type":"request_end"}}"#.to_owned(),
+            "not a request of the Dynamo format: missing field `schema` in `event`",
+        ),
+        (
+            event("").replace("event_type", "kind"),
+            "missing field `event_type` in the line, which has no `event`",
+        ),
+        (
             event("").replace("request_end", "other"),
             "event_type other is not known",
         ),

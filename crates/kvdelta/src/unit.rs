@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Bytes, times and shares as people read them.
+//! Bytes, times, counts and shares as people read them.
 
 /// In units of 1,000, three digits.
 pub(crate) fn bytes(bytes: u64) -> String {
@@ -44,13 +44,39 @@ pub(crate) fn digits(value: f64) -> String {
 
 /// With commas between thousands.
 pub(crate) fn count(value: u64) -> String {
-    let digits = value.to_string();
+    grouped(&value.to_string())
+}
+
+/// So many of a thing: `1 block`, `1,024 blocks`.
+pub(crate) fn counted(value: u64, thing: &str) -> String {
+    let ending = if value == 1 { "" } else { "s" };
+    format!("{} {thing}{ending}", count(value))
+}
+
+/// With so many decimals, and commas between thousands.
+pub(crate) fn decimal(value: f64, decimals: usize) -> String {
+    grouped(&format!("{value:.decimals$}"))
+}
+
+/// With the decimals that it has, and commas between thousands.
+pub(crate) fn exact(value: f64) -> String {
+    grouped(&value.to_string())
+}
+
+/// Commas between the thousands before the point.
+fn grouped(number: &str) -> String {
+    let whole = number.split('.').next().unwrap_or(number);
+    let digits = whole.bytes().filter(u8::is_ascii_digit).count();
     let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
+    let mut left = digits;
+    for (index, letter) in number.char_indices() {
+        if index < whole.len() && letter.is_ascii_digit() {
+            if left < digits && left.is_multiple_of(3) {
+                text.push(',');
+            }
+            left -= 1;
         }
-        text.push(digit);
+        text.push(letter);
     }
     text
 }
@@ -120,5 +146,29 @@ mod tests {
         ] {
             assert_eq!(count(value), text);
         }
+    }
+
+    #[test]
+    fn one_thing_is_singular() {
+        for (value, text) in [(0, "0 blocks"), (1, "1 block"), (1280, "1,280 blocks")] {
+            assert_eq!(counted(value, "block"), text);
+        }
+    }
+
+    #[test]
+    fn numbers_with_decimals() {
+        for (value, text) in [
+            (0.0, "0"),
+            (0.0256, "0.0256"),
+            (100.0, "100"),
+            (10_000.0, "10,000"),
+            (1_234_567.25, "1,234,567.25"),
+            (-1000.0, "-1,000"),
+            (f64::INFINITY, "inf"),
+        ] {
+            assert_eq!(exact(value), text);
+        }
+        assert_eq!(decimal(9669.6, 0), "9,670");
+        assert_eq!(decimal(12.25, 1), "12.2");
     }
 }
