@@ -52,6 +52,11 @@ const NOT_CLEARED: &str = "Failed to clear";
 const RESTART_REQUESTS: usize = 8;
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
+/// In the order in which they are sent.
+const WORKLOADS: [Workload; 2] = [Workload::SharedPrefixes, Workload::Conversation];
+/// Between two requests of a trace, of which each ends before the next one begins.
+const TRACE_GAP_MS: usize = 10_000;
+
 /// Options of `cargo xtask demo`.
 #[derive(Debug, Clone, Args)]
 #[command(after_help = "Examples:
@@ -118,6 +123,10 @@ pub(crate) struct Options {
     /// Port of the frontend; a free one when left out.
     #[arg(long, value_name = "PORT", value_parser = clap::value_parser!(u16).range(1..))]
     pub(crate) http_port: Option<u16>,
+    /// Write the requests as a trace for `kvdelta replay` to this file, as far apart as requests that are sent one
+    /// after the other.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     /// Write the result as JSON to this file; `-` for standard output in place of the table.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -328,6 +337,16 @@ async fn job(parts: &Parts, connected: &Parts, folder: &Path, options: &Options)
     }
     drop(aggregated);
 
+    if let Some(path) = &options.trace {
+        // In the order in which every run sends them.
+        let sent: Vec<(&[u32], usize)> = WORKLOADS
+            .iter()
+            .flat_map(|workload| requests.iter().filter(|it| it.workload == *workload))
+            .map(|request| (request.prompt.as_slice(), request.reference.tokens.len()))
+            .collect();
+        fs::write(path, workload::trace(&sent, BLOCK_SIZE, TRACE_GAP_MS))
+            .with_context(|| format!("--trace: cannot write {}", path.display()))?;
+    }
     let mut runs = Vec::new();
     let mut answers = Vec::new();
     for (index, (routing, connector)) in options.columns().into_iter().enumerate() {
@@ -348,7 +367,7 @@ async fn job(parts: &Parts, connected: &Parts, folder: &Path, options: &Options)
         fleet.start_frontend(routing, options.http_port).await?;
         let mut workloads = Vec::new();
         let mut answered = HashMap::new();
-        for workload in [Workload::SharedPrefixes, Workload::Conversation] {
+        for workload in WORKLOADS {
             let part: Vec<(usize, &Request)> = requests
                 .iter()
                 .enumerate()

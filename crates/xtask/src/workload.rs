@@ -6,7 +6,7 @@
 //! the earlier answers. Prompts are token ids of the test model, whose tokenizer maps one word to
 //! one token (`tests/engines/make_model.py`).
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 /// First token id that is not special in the test model.
@@ -133,6 +133,30 @@ pub(crate) fn prompt(plan: &[Planned], index: usize, before: &[(Vec<u32>, Vec<u3
     }
     tokens.extend_from_slice(&planned.tokens);
     tokens
+}
+
+/// A trace in Mooncake's format of `requests`, prompts with their answers' lengths, `gap_ms` apart: one line each,
+/// and one id for every block of a prompt, equal where that block and all before it are.
+pub(crate) fn trace(requests: &[(&[u32], usize)], block_size: usize, gap_ms: usize) -> String {
+    let mut ids: HashMap<&[u32], usize> = HashMap::new();
+    let mut lines = String::new();
+    for (index, (prompt, output_tokens)) in requests.iter().enumerate() {
+        let ends = (1..=prompt.len().div_ceil(block_size)).map(|block| block * block_size);
+        let hash_ids: Vec<usize> = ends
+            .map(|end| {
+                let next = ids.len();
+                *ids.entry(&prompt[..end.min(prompt.len())]).or_insert(next)
+            })
+            .collect();
+        let line = serde_json::json!({
+            "timestamp": index * gap_ms,
+            "input_length": prompt.len(),
+            "output_length": output_tokens,
+            "hash_ids": hash_ids,
+        });
+        lines.push_str(&format!("{line}\n"));
+    }
+    lines
 }
 
 /// Blocks that prompts of these lengths fill, the last of each perhaps in part.
@@ -279,5 +303,21 @@ mod tests {
         let ids = [4, 17, 4095];
         assert_eq!(tokens(&text(&ids)).unwrap(), ids);
         assert!(tokens("w0004 <unk>").unwrap_err().contains("<unk>"));
+    }
+
+    #[test]
+    fn a_trace_has_one_id_for_equal_prefixes() {
+        let lines = trace(
+            &[(&[4, 5, 6], 2), (&[4, 5, 7, 8], 1), (&[9, 5, 6], 2)],
+            2,
+            10,
+        );
+        let lines: Vec<&str> = lines.lines().collect();
+        let expected = [
+            r#"{"hash_ids":[0,1],"input_length":3,"output_length":2,"timestamp":0}"#,
+            r#"{"hash_ids":[0,2],"input_length":4,"output_length":1,"timestamp":10}"#,
+            r#"{"hash_ids":[3,4],"input_length":3,"output_length":2,"timestamp":20}"#,
+        ];
+        assert_eq!(lines, expected);
     }
 }
