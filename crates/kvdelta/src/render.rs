@@ -2,7 +2,7 @@
 
 //! Findings as text and as JSON, and what other reports share with them.
 
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 use std::io::{self, Write as _};
 
 use serde::Serialize;
@@ -216,13 +216,24 @@ pub(crate) fn plain(text: &str) -> String {
     plain
 }
 
+/// Writes a whole report to standard output.
+///
+/// # Errors
+/// If it cannot be written.
+pub(crate) fn print(report: &str) -> io::Result<()> {
+    let mut output = io::stdout().lock();
+    output.write_all(report.as_bytes())?;
+    output.flush()
+}
+
 /// A line on standard error; without one there is nobody to tell.
 pub(crate) fn say(line: &str) {
     let _ = writeln!(io::stderr(), "{}", plain(line));
 }
 
-fn counted(count: usize, what: &str) -> String {
-    let plural = if count == 1 { "" } else { "s" };
+/// So many of a thing, without commas: `1 rank`, `1024 ranks`.
+pub(crate) fn counted<N: Display + PartialEq + From<u8>>(count: N, what: &str) -> String {
+    let plural = if count == N::from(1) { "" } else { "s" };
     format!("{count} {what}{plural}")
 }
 

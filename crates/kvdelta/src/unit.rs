@@ -2,6 +2,8 @@
 
 //! Bytes, times, counts and shares as people read them.
 
+use std::fmt::Display;
+
 /// In units of 1,000, three digits.
 pub(crate) fn bytes(bytes: u64) -> String {
     scaled(bytes as f64, 1000.0, &["B", "kB", "MB", "GB", "TB", "PB"])
@@ -43,13 +45,13 @@ pub(crate) fn digits(value: f64) -> String {
 }
 
 /// With commas between thousands.
-pub(crate) fn count(value: u64) -> String {
+pub(crate) fn count(value: impl Display) -> String {
     grouped(&value.to_string())
 }
 
 /// So many of a thing: `1 block`, `1,024 blocks`.
-pub(crate) fn counted(value: u64, thing: &str) -> String {
-    let ending = if value == 1 { "" } else { "s" };
+pub(crate) fn counted<N: Display + PartialEq + From<u8>>(value: N, thing: &str) -> String {
+    let ending = if value == N::from(1) { "" } else { "s" };
     format!("{} {thing}{ending}", count(value))
 }
 

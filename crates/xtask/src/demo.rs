@@ -338,7 +338,6 @@ async fn job(parts: &Parts, connected: &Parts, folder: &Path, options: &Options)
     drop(aggregated);
 
     if let Some(path) = &options.trace {
-        // In the order in which every run sends them.
         let sent: Vec<(&[u32], usize)> = WORKLOADS
             .iter()
             .flat_map(|workload| requests.iter().filter(|it| it.workload == *workload))

@@ -18,6 +18,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use clap::builder::RangedU64ValueParser;
 use futures_util::{StreamExt, TryStreamExt, stream};
 
 use crate::cache::Cache;
@@ -57,7 +58,7 @@ leases end, notices are lost, clients leave and engines are killed. Every answer
 worker's, every request must end, and all blocks must be free afterwards.")]
 pub(crate) struct Options {
     /// Requests.
-    #[arg(long, default_value_t = 2000, value_parser = at_least_one)]
+    #[arg(long, default_value_t = 2000, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     requests: usize,
     /// Engines that are killed and started again on the way.
     #[arg(long, default_value_t = 20)]
@@ -68,13 +69,6 @@ pub(crate) struct Options {
     /// Write all outcomes to this file; `-` is the standard output.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-}
-
-fn at_least_one(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(number) if number > 0 => Ok(number),
-        _ => Err("must be a whole number above 0".to_owned()),
-    }
 }
 
 /// Runs `cargo xtask bench faults`.

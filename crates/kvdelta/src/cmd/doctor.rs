@@ -4,7 +4,6 @@
 
 use std::collections::BTreeMap;
 use std::env;
-use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::thread;
@@ -97,11 +96,7 @@ fn examine(options: &Options) -> Result<u8> {
     } else {
         render::text(&deployment, &findings)
     };
-    let mut output = io::stdout().lock();
-    output
-        .write_all(report.as_bytes())
-        .and_then(|()| output.flush())
-        .context("cannot write the report to standard output")?;
+    render::print(&report).context("cannot write the report to standard output")?;
     Ok(exit_code(&findings))
 }
 

@@ -3,7 +3,6 @@
 //! `kvdelta estimate`: what a delta saves of one request, by formula.
 
 use std::fs;
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -20,7 +19,7 @@ use crate::estimate::rfc::{self, Rfc};
 use crate::estimate::table;
 use crate::estimate::transfer::{Link, MAX_BLOCK_TOKENS, MAX_PROMPT_TOKENS, Request};
 use crate::estimate::work::{Attention, Speed, Work};
-use crate::render::say;
+use crate::render::{print, say};
 use crate::unit::digits;
 
 /// What prefill reaches of a device's peak where nothing else is said; an assumption. Pope et al.
@@ -203,7 +202,9 @@ fn share(text: &str) -> Result<f64, String> {
 
 /// Runs the command.
 pub(crate) fn run(options: &Options) -> ExitCode {
-    match answer(options).and_then(|text| show(&text)) {
+    let shown = answer(options)
+        .and_then(|text| print(&text).context("cannot write the report to standard output"));
+    match shown {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             say(&format!("error: {error:#}"));
@@ -231,14 +232,6 @@ fn answer(options: &Options) -> Result<String> {
 
 fn json(report: &impl Serialize) -> Result<String> {
     Ok(serde_json::to_string_pretty(report)? + "\n")
-}
-
-fn show(text: &str) -> Result<()> {
-    let mut output = io::stdout().lock();
-    output
-        .write_all(text.as_bytes())
-        .and_then(|()| output.flush())
-        .context("cannot write the report to standard output")
 }
 
 /// A model, by its config or by options.

@@ -4,7 +4,7 @@
 
 use std::env;
 use std::fs;
-use std::io::{self, IsTerminal, Write};
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, mpsc};
@@ -30,7 +30,7 @@ use crate::observe::reading::{Names, Reader};
 use crate::observe::snapshot::Snapshot;
 use crate::observe::table;
 use crate::observe::worker::{Worker, check_distinct};
-use crate::render::say;
+use crate::render::{print, say};
 
 /// How often discovery is read again.
 const REREAD: Duration = Duration::from_secs(10);
@@ -557,12 +557,11 @@ fn is_heard(standing: &Standing) -> bool {
 
 /// Writes a snapshot; `false`: the reader is gone.
 fn show(snapshot: &Snapshot, json: bool) -> Result<bool> {
-    let mut output = io::stdout().lock();
     let text = if json {
         serde_json::to_string(snapshot)? + "\n"
     } else {
         let text = table::text(snapshot);
-        match terminal_size::terminal_size().filter(|_| output.is_terminal()) {
+        match terminal_size::terminal_size().filter(|_| io::stdout().is_terminal()) {
             Some((columns, lines)) => {
                 let lines = usize::from(lines.0).saturating_sub(1);
                 REDRAW.to_owned() + &table::fit(&text, lines, columns.0.into())
@@ -570,10 +569,7 @@ fn show(snapshot: &Snapshot, json: bool) -> Result<bool> {
             None => text + "\n",
         }
     };
-    let written = output
-        .write_all(text.as_bytes())
-        .and_then(|()| output.flush());
-    match written {
+    match print(&text) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
         Err(error) => Err(error).context("cannot write the snapshot to standard output"),

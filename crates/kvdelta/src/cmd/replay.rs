@@ -3,7 +3,6 @@
 //! `kvdelta replay`: a trace through a simulated fleet, routed by kvdelta's own index and cost.
 
 use std::fs;
-use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -13,7 +12,7 @@ use clap::{ArgGroup, Args, ValueEnum};
 use kvdelta_indexer::BlockSize;
 use kvdelta_overlap::Weight;
 
-use crate::render::say;
+use crate::render::{print, say};
 use crate::replay::{chart, report::Report, table};
 use crate::sim::{Policy, Settings, run as simulate};
 use crate::trace::{Format, Reading, Synthetic, Trace, read};
@@ -185,25 +184,23 @@ impl Name {
     }
 }
 
-fn count(text: &str) -> Result<usize, String> {
+fn whole(text: &str, least: usize, most: usize) -> Result<usize, String> {
     match text.parse() {
-        Ok(value @ 1..=COUNT_MAX) => Ok(value),
-        _ => Err(format!("must be a whole number from 1 to {COUNT_MAX}")),
+        Ok(value) if (least..=most).contains(&value) => Ok(value),
+        _ => Err(format!("must be a whole number from {least} to {most}")),
     }
+}
+
+fn count(text: &str) -> Result<usize, String> {
+    whole(text, 1, COUNT_MAX)
 }
 
 fn workers(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(value @ 1..=WORKERS_MAX) => Ok(value),
-        _ => Err(format!("must be a whole number from 1 to {WORKERS_MAX}")),
-    }
+    whole(text, 1, WORKERS_MAX)
 }
 
 fn count_or_none(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(value @ 0..=COUNT_MAX) => Ok(value),
-        _ => Err(format!("must be a whole number from 0 to {COUNT_MAX}")),
-    }
+    whole(text, 0, COUNT_MAX)
 }
 
 fn bytes(text: &str) -> Result<u64, String> {
@@ -305,11 +302,7 @@ fn replay(options: &Options) -> Result<()> {
     } else {
         table::text(&report)
     };
-    let mut output = io::stdout().lock();
-    output
-        .write_all(text.as_bytes())
-        .and_then(|()| output.flush())
-        .context("cannot write the result to standard output")
+    print(&text).context("cannot write the result to standard output")
 }
 
 /// The trace, and how many of its lines were left out.

@@ -3,12 +3,12 @@
 //! A snapshot as text.
 
 use std::collections::BTreeMap;
-use std::fmt::{Display, Write as _};
+use std::fmt::Write as _;
 
 use super::reading::BLOCK_SIZE_MISMATCH;
 use super::snapshot::{DeviceLine, OverlapLine, PromptLine, RankLine, Snapshot};
 use crate::render::Side::{Left, Right};
-use crate::render::{Table, plain};
+use crate::render::{Table, counted, plain};
 
 /// The snapshot as text.
 pub(crate) fn text(snapshot: &Snapshot) -> String {
@@ -176,11 +176,6 @@ fn overlaps(overlaps: &[OverlapLine]) -> String {
             .collect(),
     };
     table.text()
-}
-
-fn counted<N: Display + PartialEq + From<u8>>(count: N, what: &str) -> String {
-    let plural = if count == N::from(1) { "" } else { "s" };
-    format!("{count} {what}{plural}")
 }
 
 fn or_dash(value: Option<String>) -> String {

@@ -77,6 +77,19 @@ fn values(row: &Row) -> [Option<f64>; 2] {
     [Some(outcome.saved_share * 100.0), outcome.imbalance]
 }
 
+/// The line of that name; a new one has no values at its places.
+fn named<'a>(lines: &'a mut Vec<Line>, name: &str, places: usize) -> &'a mut Line {
+    let at = lines.iter().position(|line| line.name == name);
+    let at = at.unwrap_or_else(|| {
+        lines.push(Line {
+            name: name.to_owned(),
+            values: vec![[None; 2]; places],
+        });
+        lines.len() - 1
+    });
+    &mut lines[at]
+}
+
 /// A line for each policy; those without a weight are level.
 fn over_weights(report: &Report) -> Axis {
     let mut weights: Vec<f64> = report.rows.iter().filter_map(|row| row.weight).collect();
@@ -88,17 +101,7 @@ fn over_weights(report: &Report) -> Axis {
         let place = row
             .weight
             .and_then(|of| weights.iter().position(|one| *one == of));
-        let line = match lines.iter_mut().find(|line| line.name == row.policy) {
-            Some(line) => line,
-            None => {
-                lines.push(Line {
-                    name: row.policy.to_owned(),
-                    values: vec![[None; 2]; places],
-                });
-                let last = lines.len() - 1;
-                &mut lines[last]
-            }
-        };
+        let line = named(&mut lines, row.policy, places);
         match place {
             Some(place) => line.values[place] = values(row),
             None => line.values.fill(values(row)),
@@ -118,18 +121,9 @@ fn over_fleets(report: &Report) -> Axis {
     let fleets = report.fleets();
     let mut lines: Vec<Line> = Vec::new();
     for row in &report.rows {
-        let name = row.label.clone();
-        let place = fleets.iter().position(|fleet| *fleet == row.decode);
-        let at = lines.iter().position(|line| line.name == name);
-        let at = at.unwrap_or_else(|| {
-            lines.push(Line {
-                name,
-                values: vec![[None; 2]; fleets.len()],
-            });
-            lines.len() - 1
-        });
-        if let Some(place) = place {
-            lines[at].values[place] = values(row);
+        let line = named(&mut lines, &row.label, fleets.len());
+        if let Some(place) = fleets.iter().position(|fleet| *fleet == row.decode) {
+            line.values[place] = values(row);
         }
     }
     Axis {

@@ -19,29 +19,29 @@ pub(crate) fn text(report: &Report) -> String {
     let (trace, fleet) = (&report.trace, &report.settings);
     let mean = trace.prompt_tokens as f64 / trace.requests as f64;
     let fleets = report.fleets();
-    let decode: Vec<String> = fleets.iter().map(|fleet| number(*fleet)).collect();
+    let decode: Vec<String> = fleets.iter().map(|fleet| count(*fleet)).collect();
     // Writing to a String cannot fail.
     let _ = writeln!(
         text,
         "trace   {} in {} s, mean prompt {} tokens, blocks of {}",
-        things(trace.requests, "request"),
+        counted(trace.requests, "request"),
         decimal(trace.seconds, 0),
         decimal(mean, 0),
-        things(trace.block_size_tokens, "token")
+        counted(trace.block_size_tokens, "token")
     );
     let _ = writeln!(
         text,
         "prefill {}, {} tokens/s each, prefix cache of {}",
-        things(fleet.prefill, "worker"),
+        counted(fleet.prefill, "worker"),
         exact(fleet.prefill_tokens_per_s),
-        things(fleet.prefill_capacity, "block")
+        counted(fleet.prefill_capacity, "block")
     );
     let _ = writeln!(
         text,
         "decode  {} {}, {} of {} each, step {} ms + {} ms a block",
         decode.join(", "),
         if fleets == [1] { "worker" } else { "workers" },
-        things(fleet.capacity, "block"),
+        counted(fleet.capacity, "block"),
         bytes(fleet.block_bytes),
         exact(fleet.itl_ms),
         exact((fleet.itl_ms_per_block * 1e4).round() / 1e4)
@@ -86,7 +86,7 @@ fn cells(row: &Row) -> [String; COLUMNS] {
         row.policy.to_owned(),
         row.weight
             .map_or_else(|| "-".to_owned(), |weight| weight.to_string()),
-        number(row.decode),
+        count(row.decode),
         percent(outcome.saved_share),
         percent(outcome.hit_share),
         bytes(outcome.moved_bytes),
@@ -137,18 +137,10 @@ fn remarks(report: &Report) -> String {
             text,
             "{} on {}: of {}, {}",
             row.label,
-            number(row.decode),
-            things(outcome.requests, "request"),
+            count(row.decode),
+            counted(outcome.requests, "request"),
             counts.join(", ")
         );
     }
     text
-}
-
-fn number(many: usize) -> String {
-    count(u64::try_from(many).unwrap_or(u64::MAX))
-}
-
-fn things(many: usize, thing: &str) -> String {
-    counted(u64::try_from(many).unwrap_or(u64::MAX), thing)
 }

@@ -21,9 +21,8 @@ use crate::progress::{Step, say};
 
 /// Workers of one rank that take as much memory as all of these.
 pub(crate) const WORKERS: usize = 6;
-/// Ranks of the prefill and of the decode workers; each of either is tried with each of the others.
-const PREFILL_RANKS: [usize; 2] = [2, 1];
-const DECODE_RANKS: [usize; 2] = [2, 1];
+/// Ranks of the prefill workers, and of the decode workers; each of the ones is tried with each of the others.
+const RANKS: [usize; 2] = [2, 1];
 /// Blocks of a prompt: in all, and of the prefix that decode holds.
 const PROMPT_BLOCKS: usize = 16;
 const HELD_BLOCKS: usize = 12;
@@ -66,7 +65,7 @@ struct Pair<'a> {
 pub(crate) async fn check(setup: &Setup, client: &Client) -> Result<()> {
     let alone = aggregated(setup, client).await?;
     let mut rights = Vec::new();
-    for number in 0..PREFILL_RANKS.len() * DECODE_RANKS.len() {
+    for number in 0..RANKS.len() * RANKS.len() {
         let reference = async |blocks| {
             let prompt = prompt(number, blocks);
             client.reference(alone.base(), &prompt, OUTPUT_TOKENS).await
@@ -93,15 +92,15 @@ pub(crate) async fn check(setup: &Setup, client: &Client) -> Result<()> {
         };
         Engine::start(setup, client, spec, kind)
     };
-    let all = |role, ranks: &[usize], first: u64| -> Result<Vec<Engine>> {
-        let numbered = (first..).zip(ranks);
+    let all = |role, first: u64| -> Result<Vec<Engine>> {
+        let numbered = (first..).zip(RANKS);
         numbered
-            .map(|(number, ranks)| start(role, number, *ranks))
+            .map(|(number, ranks)| start(role, number, ranks))
             .collect()
     };
     let step = Step::begin("engines of one and of two ranks");
-    let prefills = all(Role::Prefill, &PREFILL_RANKS, 8)?;
-    let decodes = all(Role::Decode, &DECODE_RANKS, 0)?;
+    let prefills = all(Role::Prefill, 8)?;
+    let decodes = all(Role::Decode, 0)?;
     let engines: Vec<&Engine> = prefills.iter().chain(&decodes).collect();
     for engine in &engines {
         engine.ready().await?;
