@@ -127,6 +127,7 @@ impl Ours {
         let asked = Asked {
             shape: shape(tokens),
             busy: None,
+            size: None,
             tie_break: 0,
         };
         let cost = BlockCost {

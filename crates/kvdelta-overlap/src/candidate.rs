@@ -6,6 +6,7 @@ use kvdelta_indexer::{EngineHash, WorkerRank};
 
 use crate::claimable::{Cached, PromptShape};
 use crate::cost::Share;
+use crate::sizes::Place;
 
 /// Blocks that the router has booked on a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +64,9 @@ pub struct Candidate {
     pub capacity_blocks: Option<usize>,
     /// Why the caller rules it out: allowed workers, taints, discovery. `None`: it may be chosen.
     pub refused: Option<Refusal>,
+    /// Its place in the order of all decode ranks: a [`Fleet`](crate::Fleet) sets it. `None`: it has none, and no
+    /// size of prompt is nearer to it than another.
+    pub place: Option<Place>,
 }
 
 impl Candidate {
@@ -75,7 +79,14 @@ impl Candidate {
             load: None,
             capacity_blocks: None,
             refused: None,
+            place: None,
         }
+    }
+
+    /// With a place in the order of all decode ranks.
+    pub const fn with_place(mut self, place: Place) -> Self {
+        self.place = Some(place);
+        self
     }
 
     /// With what the router has booked.

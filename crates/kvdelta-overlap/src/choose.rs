@@ -8,7 +8,11 @@ use thiserror::Error;
 
 use crate::candidate::{Candidate, PrefillCandidate, Refusal, Refusals};
 use crate::claimable::{Cached, Claimable, NoClaim, PromptShape, claimable};
-use crate::cost::{BlockCost, BlockTerms, LoadTerm, PairCost, PairTerms, QueueTerm, Rate, Share};
+use crate::cost::{
+    BlockCost, BlockTerms, Form, LoadTerm, PairCost, PairTerms, Peak, QueueTerm, Rate, Share,
+    Surroundings,
+};
+use crate::sizes::Place;
 
 /// What a choice is asked about, besides its candidates.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,6 +22,8 @@ pub struct Asked {
     /// The busy line: a rank whose blocks in use are more than this share of its cache is refused, as Dynamo's
     /// worker monitor does it (`active_decode_blocks_threshold`). `None`: there is none.
     pub busy: Option<Share>,
+    /// The place of its size, by [`Sizes`](crate::Sizes), for [`Form::BelowPeak`]. `None`: no rank is nearer to it.
+    pub size: Option<Place>,
     /// A number that differs from request to request, best a random one. Among equal costs it decides, so each
     /// of them has the same chance.
     pub tie_break: u64,
@@ -122,10 +128,20 @@ pub fn choose<'a>(
     let (prompt, busy) = (asked.shape.blocks(), asked.busy);
     let mut refused = Refusals::default();
     let mut leading = Leading::new(asked.tie_break);
-    let seen = |candidate: &'a Candidate, load: LoadTerm| Seen {
-        of: candidate.of,
-        cost: cost.of(load.blocks, candidate.cached_blocks, prompt),
-        what: (candidate, load),
+    let peak = (cost.form == Form::BelowPeak).then(|| peak(candidates, prompt, busy));
+    let around = |candidate: &Candidate| {
+        let (peak, is_even) = peak?;
+        let places = candidate.place.zip(asked.size).filter(|_| !is_even);
+        let distance = places.map_or(0.0, |(rank, size)| rank.distance(size));
+        Some(Surroundings { peak, distance })
+    };
+    let seen = |candidate: &'a Candidate, load: LoadTerm| {
+        let around = around(candidate).unwrap_or(Surroundings::NONE);
+        Seen {
+            of: candidate.of,
+            cost: cost.of(load.blocks, candidate.cached_blocks, prompt, around),
+            what: (candidate, load),
+        }
     };
     let (mut least, mut unknown) = (usize::MAX, 0);
     for candidate in candidates {
@@ -154,9 +170,21 @@ pub fn choose<'a>(
             load,
             cached_blocks: candidate.cached_blocks,
             prompt_blocks: prompt,
+            around: around(candidate),
         },
     });
     choice.ok_or(NoChoice::of(refused))
+}
+
+/// Of those that may be chosen, see [`Peak::with_prompt`]. One with an unknown load does not count.
+fn peak(candidates: &[Candidate], prompt: usize, busy: Option<Share>) -> (f64, bool) {
+    let mut peak = Peak::default();
+    let may = candidates
+        .iter()
+        .filter(|one| one.refusal_of(prompt, busy).is_none());
+    may.filter_map(|one| one.load)
+        .for_each(|load| peak.see(load.active_blocks));
+    peak.with_prompt(prompt)
 }
 
 /// The cheapest pair of a prefill and a decode rank, in milliseconds.

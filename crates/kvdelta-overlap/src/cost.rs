@@ -92,6 +92,62 @@ pub enum Form {
     /// Up to weight 1 the order is that of `Subtracted`, since a load with the request counts all blocks of
     /// the prompt and nothing is cut at 0. Above it the order is kept where `Subtracted` cuts.
     Missing,
+    /// `peak / 4 x (load / peak)^4 + weight x missing x (1 + distance / 5)`, see [`Surroundings`].
+    ///
+    /// A block of load costs 1 on a worker at the peak, more above it, and an eighth on one with half of it. So
+    /// overlap decides among workers that the request does not make the busiest, and load where it would. Its
+    /// saving and its balance are both better than those of `Missing` at the same weight; `docs/routing.md` has
+    /// the figures.
+    BelowPeak,
+}
+
+/// The power of the load in [`Form::BelowPeak`]. 3 to 6 do about the same: less overlap for more balance the higher.
+const POWER: i32 = 4;
+/// Times the mean load that is no peak yet. Without it, overlap would decide little in an even fleet.
+const NO_PEAK: f64 = 2.0;
+/// Times the mean load up to which sizes of prompts are of no account: no prompt makes a peak there.
+const EVEN: f64 = 1.5;
+/// How much more a block costs that travels to the rank which stands farthest from the size of its prompt. Small, so
+/// that it decides where little else does: for new prompts.
+const APART: f64 = 0.2;
+
+/// What a cost by [`Form::BelowPeak`] depends on beside load and overlap.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Surroundings {
+    /// Blocks of load from which on a worker counts as the busiest: the largest of what is booked on a candidate that
+    /// may be chosen, of twice their mean with this request, and of the prompt.
+    pub peak: f64,
+    /// How far the rank's place is from that of the prompt's size, 0 to 1; 0 where one of them has none, and where
+    /// neither prompt nor busiest rank are past 1.5 times the mean. Short prompts, however many, then leave some
+    /// workers to the long ones, of which one alone can make the peak.
+    pub distance: f64,
+}
+
+/// The peak, as it is gathered.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Peak {
+    booked: f64,
+    most: f64,
+    ranks: f64,
+}
+
+impl Peak {
+    /// So much is booked on a candidate that may be chosen.
+    pub(crate) fn see(&mut self, active_blocks: usize) {
+        let active = number(active_blocks);
+        self.booked += active;
+        self.most = self.most.max(active);
+        self.ranks += 1.0;
+    }
+
+    /// The peak in blocks, above 0, and whether the fleet is even, with a prompt of so many blocks.
+    pub(crate) fn with_prompt(self, blocks: usize) -> (f64, bool) {
+        let prompt = number(blocks);
+        let mean = (self.booked + prompt) / self.ranks.max(1.0);
+        let most = self.most.max(prompt);
+        let peak = most.max(NO_PEAK * mean).max(1.0);
+        (peak, most <= EVEN * mean)
+    }
 }
 
 /// A cost in blocks.
@@ -104,17 +160,42 @@ pub struct BlockCost {
 }
 
 impl BlockCost {
-    /// What a load, an overlap and a prompt of these blocks cost, in blocks.
+    /// What a load, an overlap and a prompt of these blocks cost, in blocks. `around` counts in `BelowPeak` alone.
     #[inline]
-    pub fn of(self, load: usize, cached: usize, prompt: usize) -> f64 {
+    pub(crate) fn of(self, load: usize, cached: usize, prompt: usize, around: Surroundings) -> f64 {
         let weight = self.weight.get();
+        if self.form == Form::BelowPeak {
+            let missing = number(prompt.saturating_sub(cached));
+            return around.load(load) + weight * missing * around.travel();
+        }
         let overlap = weight * number(cached);
         // The order of the operations is that of Dynamo's scorers: it rounds alike, so equal stays equal.
         let before = match self.form {
             Form::Subtracted => number(load),
-            Form::Missing => number(load) + weight * number(prompt),
+            Form::Missing | Form::BelowPeak => number(load) + weight * number(prompt),
         };
         (before - overlap).max(0.0)
+    }
+}
+
+impl Surroundings {
+    /// Those in which neither counts.
+    pub(crate) const NONE: Self = Self {
+        peak: 1.0,
+        distance: 0.0,
+    };
+
+    /// What a load of these blocks costs.
+    #[inline]
+    fn load(self, blocks: usize) -> f64 {
+        let full = (number(blocks) / self.peak).powi(POWER);
+        self.peak / f64::from(POWER) * full
+    }
+
+    /// What a block that travels costs, beside its weight.
+    #[inline]
+    fn travel(self) -> f64 {
+        1.0 + APART * self.distance
     }
 }
 
@@ -158,13 +239,17 @@ pub struct BlockTerms {
     pub cached_blocks: usize,
     /// All blocks of the prompt, the last one begun among them.
     pub prompt_blocks: usize,
+    /// What else the cost depends on; `None`: the formula needs nothing else.
+    pub around: Option<Surroundings>,
 }
 
 impl BlockTerms {
     /// Blocks.
     pub fn cost(&self) -> f64 {
+        let around = self.around.unwrap_or(Surroundings::NONE);
         let load = self.load.blocks;
-        self.by.of(load, self.cached_blocks, self.prompt_blocks)
+        self.by
+            .of(load, self.cached_blocks, self.prompt_blocks, around)
     }
 }
 
@@ -182,6 +267,16 @@ impl fmt::Display for BlockTerms {
                 out,
                 "{cost} = load {load} + {weight} x {missing} of {all} missing"
             ),
+            Form::BelowPeak => {
+                let around = self.around.unwrap_or(Surroundings::NONE);
+                write!(
+                    out,
+                    "{cost:.3} = {:.3} for load {load} of peak {:.0} + {weight} x {missing} of {all} missing x {:.3}",
+                    around.load(load.blocks),
+                    around.peak,
+                    around.travel(),
+                )
+            }
         }
     }
 }

@@ -9,8 +9,11 @@ use crate::candidate::Candidate;
 use crate::choose::{Asked, Choice, NoChoice, choose};
 use crate::claimable::{Claimable, NoClaim, PromptShape};
 use crate::cost::{BlockCost, BlockTerms};
+use crate::sizes::Place;
 
 /// The decode ranks, and room for the answers of a query, so that the next one needs no memory.
+///
+/// It sets their places: the middles of equal parts, in the order of the ranks.
 #[derive(Clone, Debug, Default)]
 pub struct Fleet {
     /// By the places that their ranks have in `among`.
@@ -22,23 +25,53 @@ impl Fleet {
     /// The fleet of `candidates`. Of two that name one rank the later one stays.
     pub fn new(candidates: impl IntoIterator<Item = Candidate>) -> Self {
         let mut fleet = Self::default();
-        candidates.into_iter().for_each(|one| fleet.put(one));
+        candidates.into_iter().for_each(|one| {
+            fleet.put_anywhere(one);
+        });
+        fleet.set_places();
         fleet
     }
 
     /// Adds a candidate, or replaces that of its rank.
     pub fn put(&mut self, candidate: Candidate) {
-        let place = self.among.put(candidate.of);
-        match self.candidates.get_mut(place) {
-            Some(old) => *old = candidate,
-            None => self.candidates.push(candidate),
+        if self.put_anywhere(candidate) {
+            self.set_places();
+        }
+    }
+
+    /// Whether its rank is new.
+    fn put_anywhere(&mut self, candidate: Candidate) -> bool {
+        let at = self.among.put(candidate.of);
+        match self.candidates.get_mut(at) {
+            Some(old) => {
+                let place = old.place;
+                *old = Candidate { place, ..candidate };
+                false
+            }
+            None => {
+                self.candidates.push(candidate);
+                true
+            }
+        }
+    }
+
+    fn set_places(&mut self) {
+        let mut sorted: Vec<_> = self.candidates.iter_mut().collect();
+        sorted.sort_unstable_by_key(|one| one.of);
+        let all = sorted.len();
+        for (at, candidate) in sorted.into_iter().enumerate() {
+            candidate.place = Place::middle(at, all);
         }
     }
 
     /// Takes a rank out that is gone. Whether it was there.
     pub fn remove(&mut self, of: WorkerRank) -> bool {
-        let place = self.among.swap_remove(of);
-        place.map(|at| self.candidates.swap_remove(at)).is_some()
+        let Some(at) = self.among.swap_remove(of) else {
+            return false;
+        };
+        self.candidates.swap_remove(at);
+        self.set_places();
+        true
     }
 
     /// The candidates, in no order, with what the last query found.

@@ -151,6 +151,7 @@ impl Case {
             let asked = Asked {
                 shape,
                 busy: None,
+                size: None,
                 tie_break,
             };
             choose(&candidates, cost, asked).unwrap().best.of()

@@ -7,6 +7,7 @@ use super::{Asked, Choice, NoChoice, choose, choose_pair, lot};
 use crate::candidate::{Candidate, Load, PrefillCandidate, Refusal};
 use crate::claimable::PromptShape;
 use crate::cost::{BlockCost, Form, PairCost, Rate, Share, Weight};
+use crate::sizes::Place;
 
 const W1: WorkerRank = WorkerRank::new(1, 0);
 const W2: WorkerRank = WorkerRank::new(2, 0);
@@ -15,6 +16,8 @@ const P1: WorkerRank = WorkerRank::new(101, 0);
 const P2: WorkerRank = WorkerRank::new(102, 0);
 /// One of the prompt's 54 blocks: 1 MiB in a millisecond.
 const BLOCK_BYTES: u64 = 1 << 20;
+
+const FORMS: [Form; 3] = [Form::Subtracted, Form::Missing, Form::BelowPeak];
 
 fn asked(blocks: usize, tie_break: u64) -> Asked {
     let block_size = BlockSize::try_from(16).unwrap();
@@ -25,6 +28,7 @@ fn asked(blocks: usize, tie_break: u64) -> Asked {
             drops_last_block: false,
         },
         busy: None,
+        size: None,
         tie_break,
     }
 }
@@ -95,7 +99,7 @@ type Chooser = Box<dyn Fn(&[Candidate], Asked) -> WorkerRank>;
 /// By each cost.
 fn choosers() -> Vec<(String, Chooser)> {
     let mut all: Vec<(String, Chooser)> = Vec::new();
-    for form in [Form::Subtracted, Form::Missing] {
+    for form in FORMS {
         for weight in [0.0, 0.5, 1.0, 2.0, 4.0] {
             let cost = by_blocks(form, weight);
             let of = move |view: &[Candidate], asked| choose(view, cost, asked).unwrap().best.of();
@@ -177,10 +181,12 @@ fn weight_0_is_load_alone() {
         holding(W1, 50).with_load(Load::new(1)),
         Candidate::new(W2).with_load(Load::new(0)),
     ];
-    for form in [Form::Subtracted, Form::Missing] {
+    for form in FORMS {
         let choice = choose(&view, by_blocks(form, 0.0), asked(54, 0)).unwrap();
-        assert_eq!(choice.best.of(), W2);
-        assert_eq!((choice.best.terms.cost(), choice.cheapest), (54.0, 1));
+        assert_eq!((choice.best.of(), choice.cheapest), (W2, 1));
+        if form != Form::BelowPeak {
+            assert_eq!(choice.best.terms.cost(), 54.0);
+        }
     }
 }
 
@@ -286,6 +292,58 @@ fn an_unknown_load_is_the_least_of_the_known_ones_that_count() {
     );
 }
 
+#[test]
+fn overlap_decides_below_the_peak_and_load_at_it() {
+    let cost = by_blocks(Form::BelowPeak, 2.0);
+    let at = |loads: [usize; 3], cached: usize| {
+        let view = [holding(W1, cached), Candidate::new(W2), Candidate::new(W3)];
+        let view: Vec<_> = view
+            .into_iter()
+            .zip(loads)
+            .map(|(one, load)| one.with_load(Load::new(load)))
+            .collect();
+        choose(&view, cost, asked(54, 0)).unwrap().best.of()
+    };
+    // By `Missing`, 150 blocks of load outweigh 30 of overlap at this weight.
+    assert_eq!(at([150, 300, 0], 30), W1);
+    assert_eq!(at([300, 150, 0], 30), W3, "it would be busier still");
+    assert_eq!(at([300, 150, 0], 54), W1, "but for so much overlap");
+    assert_eq!(at([0, 0, 0], 1), W1, "idle ones");
+}
+
+#[test]
+fn a_prompt_leans_to_the_ranks_of_its_size_where_the_fleet_is_uneven() {
+    let cost = by_blocks(Form::BelowPeak, 2.0);
+    let at = |size: usize, loads: [usize; 2]| {
+        let view: Vec<_> = [W1, W2]
+            .into_iter()
+            .zip(loads)
+            .enumerate()
+            .map(|(at, (of, load))| {
+                let place = Place::middle(at, 2).unwrap();
+                Candidate::new(of)
+                    .with_load(Load::new(load))
+                    .with_place(place)
+            })
+            .collect();
+        let asked = Asked {
+            size: Place::middle(size, 2),
+            ..asked(54, 0)
+        };
+        choose(&view, cost, asked).unwrap()
+    };
+    for size in [0, 1] {
+        let choice = at(size, [1, 1]);
+        assert_eq!((choice.best.of(), choice.cheapest), ([W1, W2][size], 1));
+        assert_eq!(at(size, [100, 100]).cheapest, 2, "even");
+    }
+    assert_eq!(
+        at(1, [1, 1]).to_string(),
+        "decode on 2/0: 121.630 = 13.630 for load 55 of peak 56 + 2 x 54 of 54 missing x 1.000; next 1/0: 132.430 = \
+         13.630 for load 55 of peak 56 + 2 x 54 of 54 missing x 1.100; 2 allowed, 0 refused"
+    );
+}
+
 /// B14: ranks of one worker are candidates of their own.
 #[test]
 fn b14_the_claim_is_of_the_rank_that_decodes() {
@@ -379,7 +437,7 @@ fn absurd_numbers_still_choose() {
         holding(W2, 0).with_load(Load::new(usize::MAX)),
         holding(W3, 1),
     ];
-    for form in [Form::Subtracted, Form::Missing] {
+    for form in FORMS {
         let choice = choose(&view, by_blocks(form, f64::MAX), asked(usize::MAX / 16, 1)).unwrap();
         assert!(!choice.best.terms.cost().is_nan());
     }
@@ -399,8 +457,9 @@ fn candidate() -> impl Strategy<Value = Candidate> {
     let of = (0_u64..8, 0_u32..3);
     let load = prop::option::of((0_usize..40, prop::option::of(0_usize..9)));
     let refused = prop::option::weighted(0.2, Just(Refusal::NotAllowed));
-    (of, 0_usize..9, load, prop::option::of(0_usize..60), refused).prop_map(
-        |((worker, rank), cached, load, capacity_blocks, refused)| {
+    let capacity = prop::option::of(0_usize..60);
+    (of, 0_usize..9, load, capacity, refused, place()).prop_map(
+        |((worker, rank), cached, load, capacity_blocks, refused, place)| {
             let mut candidate = holding(WorkerRank::new(worker, rank), cached);
             candidate.load = load.map(|(active_blocks, added_blocks)| Load {
                 active_blocks,
@@ -408,9 +467,14 @@ fn candidate() -> impl Strategy<Value = Candidate> {
             });
             candidate.capacity_blocks = capacity_blocks;
             candidate.refused = refused;
+            candidate.place = place;
             candidate
         },
     )
+}
+
+fn place() -> impl Strategy<Value = Option<Place>> {
+    (0_usize..9).prop_map(|at| Place::middle(at, 8))
 }
 
 fn fleet() -> impl Strategy<Value = Vec<Candidate>> {
@@ -443,12 +507,14 @@ fn prefills() -> impl Strategy<Value = Vec<PrefillCandidate>> {
 
 fn question() -> impl Strategy<Value = Asked> {
     let busy = prop::option::of(0.0_f64..=1.0);
-    (1_usize..200, busy, any::<u64>()).prop_map(|(prompt_tokens, busy, tie_break)| Asked {
+    let numbers = (1_usize..200, busy, place(), any::<u64>());
+    numbers.prop_map(|(prompt_tokens, busy, size, tie_break)| Asked {
         shape: PromptShape {
             prompt_tokens,
             ..asked(0, 0).shape
         },
         busy: busy.map(|share| Share::try_from(share).unwrap()),
+        size,
         tie_break,
     })
 }
@@ -461,10 +527,24 @@ fn costs(view: &[Candidate], cost: BlockCost, asked: Asked) -> BTreeMap<WorkerRa
     let known: Vec<_> = view.iter().filter(may).filter_map(load).collect();
     let least = known.iter().min().copied().unwrap_or(shape.blocks());
     let weight = cost.weight.get();
+    let prompt = shape.blocks() as f64;
+    let booked = view.iter().filter(may).filter_map(|one| one.load);
+    let booked: Vec<_> = booked.map(|load| load.active_blocks as f64).collect();
+    let mean = (booked.iter().sum::<f64>() + prompt) / booked.len().max(1) as f64;
+    let most = booked.iter().copied().fold(prompt, f64::max);
+    let peak = most.max(2.0 * mean).max(1.0);
     let of = view.iter().filter(may).map(|one| {
         let load = load(one).unwrap_or(least) as f64;
         let cached = one.cached_blocks as f64;
         let cost = match cost.form {
+            Form::BelowPeak => {
+                let distance = match (one.place, asked.size) {
+                    (Some(rank), Some(size)) if most > 1.5 * mean => rank.distance(size),
+                    _ => 0.0,
+                };
+                let missing = (prompt - cached).max(0.0);
+                peak / 4.0 * (load / peak).powi(4) + weight * missing * (1.0 + 0.2 * distance)
+            }
             Form::Subtracted => (load - weight * cached).max(0.0),
             Form::Missing => (load + weight * shape.blocks() as f64 - weight * cached).max(0.0),
         };
@@ -481,8 +561,7 @@ fn summary<T>(choice: &Choice<T>) -> (WorkerRank, Option<WorkerRank>, usize, usi
 proptest! {
     #[test]
     fn the_choice_is_the_cheapest_of_those_allowed(
-        view in fleet(), form in prop_oneof![Just(Form::Subtracted), Just(Form::Missing)],
-        weight in 0_u8..9, asked in question(),
+        view in fleet(), form in prop::sample::select(&FORMS), weight in 0_u8..9, asked in question(),
     ) {
         let cost = by_blocks(form, f64::from(weight) / 4.0);
         let costs = costs(&view, cost, asked);
@@ -509,8 +588,11 @@ proptest! {
         (prefill, turned) in prefills().prop_flat_map(|all| (Just(all.clone()), Just(all).prop_shuffle())),
         weight in 0_u8..9, asked in question(),
     ) {
-        let cost = by_blocks(Form::Missing, f64::from(weight) / 4.0);
-        prop_assert_eq!(choose(&view, cost, asked), choose(&other, cost, asked));
+        // The sum of the loads is one of whole numbers, so that the peak does not depend on the order either.
+        for form in FORMS {
+            let cost = by_blocks(form, f64::from(weight) / 4.0);
+            prop_assert_eq!(choose(&view, cost, asked), choose(&other, cost, asked));
+        }
         let pair = |prefill: &[PrefillCandidate], view: &[Candidate]| {
             choose_pair(prefill, view, by_pair(0.5), |_, _| Some(link()), asked)
         };

@@ -11,6 +11,7 @@ use crate::candidate::{Candidate, Load, Refusal};
 use crate::choose::{Asked, NoChoice};
 use crate::claimable::{NoClaim, PromptShape};
 use crate::cost::{BlockCost, Form, Weight};
+use crate::sizes::Place;
 
 const NOW: Millis = Millis(0);
 
@@ -102,6 +103,7 @@ impl Fixture {
         let asked = Asked {
             shape: self.shape(tokens),
             busy: None,
+            size: None,
             tie_break: 5,
         };
         query.choose(&mut prompt, fleet, cost(), asked, NOW)
@@ -121,6 +123,29 @@ impl Fixture {
         assert_eq!(claim.prefix_hash, name(rank(1), hashes[last], last));
         Ok(claim.blocks)
     }
+}
+
+#[test]
+fn places_are_in_the_order_of_the_ranks_whatever_comes_and_goes() {
+    let candidate = |worker| Candidate::new(rank(worker)).with_load(Load::new(1));
+    let mut fleet = Fleet::new([5, 9, 2].map(candidate));
+    let places = |fleet: &Fleet| {
+        let mut all: Vec<_> = fleet.candidates().iter().collect();
+        all.sort_by_key(|one| one.of);
+        all.iter().map(|one| one.place).collect::<Vec<_>>()
+    };
+    let middles = |parts| {
+        (0..parts)
+            .map(|at| Place::middle(at, parts))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(places(&fleet), middles(3));
+    fleet.put(candidate(7));
+    assert_eq!(places(&fleet), middles(4));
+    fleet.put(candidate(7));
+    assert_eq!(places(&fleet), middles(4), "it was there");
+    assert!(fleet.remove(rank(2)) && !fleet.remove(rank(2)));
+    assert_eq!(places(&fleet), middles(3));
 }
 
 /// B20: at least one token is left to compute, so the block that holds the last one is not skipped.

@@ -77,8 +77,8 @@ pub(crate) struct Options {
     )]
     policies: Vec<Name>,
 
-    /// Weights of overlap (blocks of load that a block of overlap is worth) and of pair (milliseconds that a
-    /// block of load costs).
+    /// Weights of overlap and below-peak (blocks of load that a block of overlap is worth) and of pair
+    /// (milliseconds that a block of load costs).
     #[arg(long = "weight", value_name = "WEIGHTS", value_delimiter = ',', default_value = "1,2,4", value_parser = weight)]
     weights: Vec<Weight>,
 
@@ -160,6 +160,8 @@ enum Name {
     Load,
     /// Load and cached prefix; weight 0 is load.
     Overlap,
+    /// As overlap, by a cost in which load counts the more, the nearer a worker is to the busiest.
+    BelowPeak,
     /// The pair of a prefill and a decode worker, by time.
     Pair,
     /// Reference: the longest cached prefix, whatever the load.
@@ -176,6 +178,7 @@ impl Name {
         match self {
             Self::Load => vec![Policy::Load],
             Self::Overlap => each(Policy::Overlap),
+            Self::BelowPeak => each(Policy::BelowPeak),
             Self::Pair => each(Policy::Pair),
             Self::Longest => vec![Policy::Longest],
             Self::LongestBelow => vec![Policy::LongestBelow],

@@ -18,6 +18,8 @@ pub(crate) enum Policy {
     Load,
     /// By load and overlap, before prefill.
     Overlap(Weight),
+    /// As `Overlap`, by a cost in which load counts the more, the nearer a worker is to the busiest.
+    BelowPeak(Weight),
     /// The pair of a prefill and a decode worker, by time; a block of load costs so many milliseconds.
     Pair(Weight),
     /// Reference: the longest prefix, whatever the load.
@@ -75,6 +77,7 @@ impl Policy {
         match self {
             Self::Load => "load",
             Self::Overlap(_) => "overlap",
+            Self::BelowPeak(_) => "below-peak",
             Self::Pair(_) => "pair",
             Self::Longest => "longest",
             Self::LongestBelow => "longest-below",
@@ -85,7 +88,9 @@ impl Policy {
     /// Its weight, if it has one.
     pub(crate) const fn weight(self) -> Option<f64> {
         match self {
-            Self::Overlap(weight) | Self::Pair(weight) => Some(weight.get()),
+            Self::Overlap(weight) | Self::BelowPeak(weight) | Self::Pair(weight) => {
+                Some(weight.get())
+            }
             _ => None,
         }
     }
@@ -103,7 +108,7 @@ impl Policy {
         match self {
             Self::Load | Self::Pooled => true,
             // With weight 0 all is as without kvdelta.
-            Self::Overlap(weight) => weight.get() == 0.0,
+            Self::Overlap(weight) | Self::BelowPeak(weight) => weight.get() == 0.0,
             Self::Pair(_) | Self::Longest | Self::LongestBelow => false,
         }
     }
@@ -130,11 +135,17 @@ impl Policy {
         let shape = asked.shape;
         match self {
             _ if self.is_late() => {
-                let choice = choose(fleet.candidates(), blocks(Weight::default()), asked)?;
+                let cost = blocks(Form::Missing, Weight::default());
+                let choice = choose(fleet.candidates(), cost, asked)?;
                 Ok(Picked::without_claim(choice.best.of()))
             }
-            Self::Overlap(weight) => {
-                let answer = query.choose(prompt, fleet, blocks(weight), asked, now)?;
+            Self::Overlap(weight) | Self::BelowPeak(weight) => {
+                let form = match self {
+                    Self::BelowPeak(_) => Form::BelowPeak,
+                    // The form that the patch series has.
+                    _ => Form::Missing,
+                };
+                let answer = query.choose(prompt, fleet, blocks(form, weight), asked, now)?;
                 Ok(Picked {
                     decode: answer.choice.best.of(),
                     claimed: answer.claim.map_or(0, |claim| claim.blocks),
@@ -209,8 +220,6 @@ impl Picked {
     }
 }
 
-fn blocks(weight: Weight) -> BlockCost {
-    // The form that the patch series has.
-    let form = Form::Missing;
+fn blocks(form: Form, weight: Weight) -> BlockCost {
     BlockCost { form, weight }
 }

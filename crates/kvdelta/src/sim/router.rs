@@ -7,7 +7,7 @@ use std::time::Duration;
 use fastrand::Rng;
 use kvdelta_indexer::{Index, Millis, Prompt, StaleClaim, TrustBook, WorkerRank};
 use kvdelta_overlap::{
-    Asked, Candidate, CoolDown, Fleet, Load, PrefillCandidate, PromptShape, Query, Rate,
+    Asked, Candidate, CoolDown, Fleet, Load, PrefillCandidate, PromptShape, Query, Rate, Sizes,
 };
 
 use super::feed::{Feed, block_hash};
@@ -24,6 +24,7 @@ pub(crate) struct Router {
     index: Index,
     trust: TrustBook,
     fleet: Fleet,
+    sizes: Sizes,
     feed: Feed,
     cool_downs: Vec<Option<CoolDown>>,
     /// Workers about which a report of a stale claim is in force.
@@ -75,6 +76,7 @@ impl Router {
             index,
             trust,
             fleet,
+            sizes: Sizes::default(),
             feed: Feed::new(settings.event_delay(), settings.event_loss, settings.seed),
             cool_downs: vec![None; settings.decode],
             lowered: Vec::new(),
@@ -112,6 +114,7 @@ impl Router {
             asked: Asked {
                 shape,
                 busy: None,
+                size: self.sizes.place(shape.blocks()),
                 tie_break: Rng::with_seed(self.seed ^ u64::from(number)).u64(..),
             },
             now: at,
@@ -125,6 +128,7 @@ impl Router {
         });
         let place = |of: WorkerRank| usize::try_from(of.worker.0).unwrap_or_default();
         let decode = place(picked.decode);
+        self.sizes.saw(shape.blocks());
         self.loads[decode] += shape.blocks();
         self.tell(decode);
         Routed {
