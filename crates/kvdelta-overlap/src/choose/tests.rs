@@ -101,6 +101,10 @@ fn choosers() -> Vec<(String, Chooser)> {
     let mut all: Vec<(String, Chooser)> = Vec::new();
     for form in FORMS {
         for weight in [0.0, 0.5, 1.0, 2.0, 4.0] {
+            // At the peak of 400 and more, 50 blocks of overlap are then worth it.
+            if form == Form::BelowPeak && weight > 2.0 {
+                continue;
+            }
             let cost = by_blocks(form, weight);
             let of = move |view: &[Candidate], asked| choose(view, cost, asked).unwrap().best.of();
             all.push((format!("{form:?} {weight}"), Box::new(of)));
@@ -130,13 +134,20 @@ fn b32_a_shared_prefix_makes_no_hot_spot_of_64_requests_at_once() {
             let share = shares.get(&of).copied().unwrap_or(0);
             assert!((5..40).contains(&share), "{name}: {shares:?}");
         }
-        // W1 is ahead by what its overlap is worth at most, 50 blocks x 4, and one request.
+        // W1 is ahead by what its overlap is worth at most, 50 blocks x 4, and one request; or not yet at the peak,
+        // which is no less than twice the mean.
         let loads: Vec<_> = view
             .iter()
             .map(|one| one.load.unwrap().active_blocks)
             .collect();
         let spread = loads.iter().max().unwrap() - loads.iter().min().unwrap();
-        assert!(spread <= 200 + 54, "{name}: {loads:?}");
+        let mean = loads.iter().sum::<usize>() / 3;
+        let most = if name.starts_with("BelowPeak") {
+            mean
+        } else {
+            200 + 54
+        };
+        assert!(spread <= most, "{name}: {loads:?}");
     }
 }
 
@@ -339,8 +350,8 @@ fn a_prompt_leans_to_the_ranks_of_its_size_where_the_fleet_is_uneven() {
     }
     assert_eq!(
         at(1, [1, 1]).to_string(),
-        "decode on 2/0: 121.630 = 13.630 for load 55 of peak 56 + 2 x 54 of 54 missing x 1.000; next 1/0: 132.430 = \
-         13.630 for load 55 of peak 56 + 2 x 54 of 54 missing x 1.100; 2 allowed, 0 refused"
+        "decode on 2/0: 121.026 = 13.026 for load 55 of peak 56 + 2 x 54 of 54 missing x 1.000; next 1/0: 131.826 = \
+         13.026 for load 55 of peak 56 + 2 x 54 of 54 missing x 1.100; 2 allowed, 0 refused"
     );
 }
 
