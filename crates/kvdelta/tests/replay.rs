@@ -107,7 +107,7 @@ fn the_table_says_the_same_as_the_json() {
         "--synthetic",
         "400",
         "--policy",
-        "load,overlap,pair,longest-below",
+        "load,overlap,below-peak,pair,longest-below",
     ];
     let text = stdout(&arguments);
     let report = json(&arguments);
@@ -324,7 +324,7 @@ fn what_cannot_be_used_is_named() {
         (&["--trace", &path, "--weight", "nan"], "NaN is no weight"),
         (
             &["--trace", &path, "--policy", "best"],
-            "possible values: load, overlap, pair",
+            "possible values: load, overlap, below-peak, pair",
         ),
         (
             &["--trace", &path, "--event-loss", "1.5"],

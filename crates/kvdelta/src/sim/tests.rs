@@ -61,8 +61,9 @@ fn policies() -> Vec<Policy> {
     let weights = [0.0, 0.5, 1.0, 4.0].map(weight);
     let overlap = weights.map(Policy::Overlap);
     let pair = weights.map(Policy::Pair);
+    let below = weights.map(Policy::BelowPeak);
     let others = [Policy::Load, Policy::Longest, Policy::LongestBelow];
-    [&overlap[..], &pair, &others].concat()
+    [&overlap[..], &below, &pair, &others].concat()
 }
 
 /// Requests at their times in milliseconds, of prompt tokens and output tokens, with their whole blocks.
@@ -231,6 +232,24 @@ fn what_is_saved_grows_with_the_weight_up_to_one_cache_for_all() {
             assert!(share(policy) <= pooled.saved_share, "{policy:?}");
         }
         assert!(grows[3] <= pooled.saved_share);
+    }
+}
+
+/// As on the real trace.
+#[test]
+fn below_the_peak_half_the_weight_saves_more_and_is_evener() {
+    let trace = made(4000);
+    let outcome = |policy| {
+        let outcome = run(&trace, &instant(), policy).unwrap();
+        (outcome.saved_share, outcome.imbalance.unwrap())
+    };
+    for half in [1.0, 2.0] {
+        let below = outcome(Policy::BelowPeak(weight(half)));
+        let other = outcome(Policy::Overlap(weight(2.0 * half)));
+        assert!(
+            below.0 > other.0 && below.1 < other.1,
+            "{below:?} {other:?}"
+        );
     }
 }
 
