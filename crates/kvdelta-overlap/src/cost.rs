@@ -95,9 +95,9 @@ pub enum Form {
     /// `peak / 4 x (load / peak)^4 + weight x missing x (1 + distance / 5)`, see [`Surroundings`].
     ///
     /// A block of load costs 1 on a worker at the peak, more above it, and an eighth on one with half of it. So
-    /// overlap decides among workers that the request does not make the busiest, and load where it would. Its
-    /// saving and its balance are both better than those of `Missing` at the same weight; `docs/routing.md` has
-    /// the figures.
+    /// overlap decides among workers that the request does not make the busiest, and load where it would. On
+    /// conversations half the weight saves as much as with `Missing`, and is evener; where one prefix is hot, the
+    /// same weight is less even. `docs/routing.md` has the figures.
     BelowPeak,
 }
 
