@@ -29,6 +29,9 @@ pub(crate) struct Outcome {
     /// Mean over all arrivals at decode workers of the largest load by the mean, in blocks of requests that are there.
     /// `None` of one cache for all.
     pub(crate) imbalance: Option<f64>,
+    /// The least that it can be with these requests at these times, whoever chooses: at each arrival the largest
+    /// request by the mean, or 1.
+    pub(crate) least_imbalance: Option<f64>,
     /// These blocks times the time that they were there, of the busiest worker by the mean of all.
     pub(crate) busiest: Option<f64>,
     /// Choices for which every worker was refused, so that the least loaded one got the request.

@@ -431,6 +431,7 @@ impl<'a> FleetRun<'a> {
             recomputed,
             asked_again,
             imbalance: is_fleet.then(|| balance.imbalance()),
+            least_imbalance: is_fleet.then(|| balance.least_imbalance()),
             busiest: balance.busiest().filter(|_| is_fleet),
             overloaded: self.router.overloaded,
             waited,
