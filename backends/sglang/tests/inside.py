@@ -164,9 +164,10 @@ def _watch_nixl() -> None:
         described[id(descriptors)] = ranges(rows)
         return descriptors
 
-    def initialize(self: Any, kind: str, local: Any, remote: Any, peer: str, notice: bytes, *args: Any) -> Any:
+    def initialize(self: Any, kind: str, local: Any, remote: Any, *args: Any) -> Any:
+        _, notice = args
         WRITES.append(Write(notice.decode(), described.pop(id(local)), described.pop(id(remote))))
-        return stock["initialize_xfer"](self, kind, local, remote, peer, notice, *args)
+        return stock["initialize_xfer"](self, kind, local, remote, *args)
 
     watched = {
         "prep_xfer_dlist": prepare,
