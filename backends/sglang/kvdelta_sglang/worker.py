@@ -125,10 +125,9 @@ class ClaimWorker:
         said = claim.cached_prefix_blocks
         had = min(said, held_tokens // claim.block_size)
         own = None if token_ids is None else event_hash(token_ids, claim.block_size, said, cache_salt)
+        outcome = "held" if had == said else "stale"
         if own is not None and own != claim.prefix_hash:
             outcome = "content"
-        else:
-            outcome = "held" if had == said else "stale"
         self.stats.count("claims", label=outcome)
         self.stats.count("claimed_blocks", said)
         if outcome == "held":
