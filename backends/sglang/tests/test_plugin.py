@@ -141,8 +141,7 @@ def test_nothing_is_missing_here() -> None:
         ),
         (
             Touched("sglang.srt.disaggregation.prefill", "PrefillBootstrapQueue", ("finalize_bootstrap(request)",)),
-            "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap(req) instead of "
-            + "finalize_bootstrap(request)",
+            "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap(req) instead of",
         ),
     ],
 )
