@@ -87,7 +87,11 @@ def run(pipe: Connection, options: dict[str, Any]) -> None:
 
     # Dynamo asks SGLang for disjoint chunks.
     engine = Watched(
-        model_path=os.environ[MODEL], log_level="warning", incremental_streaming_output=True, skip_tokenizer_init=True, **options
+        model_path=os.environ[MODEL],
+        log_level="warning",
+        incremental_streaming_output=True,
+        skip_tokenizer_init=True,
+        **options,
     )
     handler = _handler(options["disaggregation_mode"], engine)
     from dynamo.sglang import decode_cache_info  # noqa: PLC0415
