@@ -105,9 +105,10 @@ def run(pipe: Connection, options: dict[str, Any]) -> None:
         try:
             if method == "serve":
                 pipe.send(engine.loop.run_until_complete(_outputs(handler, request)))
+            elif method == "count":
+                pipe.send(decode_cache_info.claim_worker().stats.value(**request))
             else:
-                worker = decode_cache_info.claim_worker()
-                pipe.send(worker.stats.value(**request) if worker else None)
+                pipe.send(decode_cache_info.claim_worker().plain_reason)
         except Exception as error:  # noqa: BLE001 the test has to see it
             pipe.send(error)
     engine.shutdown()
