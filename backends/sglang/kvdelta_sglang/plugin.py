@@ -69,7 +69,8 @@ _HOOKS: Final = ((compat.PREFILL, after_bootstrap), (compat.DECODE, after_load))
 def register() -> None:
     """Register the hooks; the entry point that SGLang calls. Where a name is missing none is."""
     if lacks := compat.missing():
-        logger.warning("kvdelta: transfers are SGLang's own: this SGLang lacks %s", ", ".join(lacks))
+        # The worker warns, once; this runs in each of its processes.
+        logger.info("kvdelta: nothing is hooked: this SGLang lacks %s", ", ".join(lacks))
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
