@@ -44,6 +44,7 @@ COMMON: Final[dict[str, Any]] = {
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,
     "page_size": PAGE,
     "max_total_tokens": TOKENS,
     "max_running_requests": 8,

@@ -16,6 +16,7 @@ use crate::fleet::Connector;
 use crate::frontend;
 use crate::own_crates;
 use crate::pytest;
+use crate::workers;
 
 /// The crate that has the bindings.
 const CRATE: &str = "kvdelta-transfer";
@@ -70,6 +71,11 @@ pub(crate) fn connector(cache: &Cache) -> Result<Connector> {
 /// The folder of the Python package for vLLM.
 pub(crate) fn vllm_folder() -> PathBuf {
     project_root().join("backends/vllm")
+}
+
+/// The folder of the Python package for SGLang.
+pub(crate) fn sglang_folder() -> PathBuf {
+    project_root().join("backends/sglang")
 }
 
 /// The folder of the crate, its Python files among the others.
@@ -132,7 +138,7 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
     command::shown_run(stubtest)?;
     let tests = crate_folder().join("tests");
     let files = std::slice::from_ref(&tests);
-    pytest::run(cache, &python, &[&unpacked], &[], &tests, files)
+    pytest::run(cache, &python, &[&unpacked], &[], &tests, files, &[])
 }
 
 /// Runs the tests of the package for vLLM, in the environment of the engines.
@@ -140,7 +146,23 @@ pub(crate) fn test_vllm(cache: &Cache) -> Result<()> {
     let [module, package] = overlay(cache)?;
     let (python, tests) = (env::engines(cache)?, package.join("tests"));
     let path = [module.as_path(), &package];
-    pytest::run(cache, &python, &path, &["-W", "ignore"], &package, &[tests])
+    let options = ["-W", "ignore"];
+    pytest::run(cache, &python, &path, &options, &package, &[tests], &[])
+}
+
+/// Runs the tests of the package for SGLang, with SGLang beside the engines and the patched workers before them.
+pub(crate) fn test_sglang(cache: &Cache) -> Result<()> {
+    let (python, package) = (env::engines(cache)?, sglang_folder());
+    let workers = workers::overlay(cache, &python)?.context(workers::NONE)?;
+    let (module, model) = (build(cache)?.join(UNPACKED), env::model(cache, &python)?);
+    let [stand_ins, sglang] = env::sglang(cache)?;
+    let path = [&module, &package, &workers, &stand_ins, &sglang].map(PathBuf::as_path);
+    let options = ["--asyncio-mode=auto", "-W", "ignore"];
+    let variables = [("KVDELTA_TEST_MODEL", model.as_os_str())];
+    let tests = [package.join("tests")];
+    pytest::run(
+        cache, &python, &path, &options, &package, &tests, &variables,
+    )
 }
 
 /// The line of maturin in the lock of the tools.

@@ -9,10 +9,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Never
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __path__: list[str] = []
+
+# SGLang looks these up when it imports some of its models, as dynamo.sglang has it do.
+_OPERATORS = torch.library.Library("sgl_kernel", "FRAGMENT")
+for _name in (
+    "fused_input_proj_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+):
+    _OPERATORS.define(f"{_name}(Tensor tensor) -> Tensor")
 
 
 def __getattr__(name: str) -> Callable[..., Never]:
