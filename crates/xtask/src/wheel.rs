@@ -150,7 +150,21 @@ pub(crate) fn test_vllm(cache: &Cache) -> Result<()> {
     pytest::run(cache, &python, &path, &options, &package, &[tests], &[])
 }
 
-/// Runs the tests of the package for SGLang, with SGLang beside the engines and the patched workers before them.
+/// The command line `kvdelta`, built with what the tests of the workspace have built.
+fn command_line(cache: &Cache) -> Result<PathBuf> {
+    let target = cache.target("workspace", &members())?;
+    let mut build = Command::new(env!("CARGO"));
+    build
+        .args(["build", "--quiet", "--locked", "--package=kvdelta"])
+        .current_dir(project_root())
+        .env("CARGO_TARGET_DIR", &target);
+    frontend::without_own_package(&mut build);
+    command::shown_run(build)?;
+    Ok(target.join("debug/kvdelta"))
+}
+
+/// Runs the tests of the package for SGLang and of SGLang itself, which runs beside the engines with the patched
+/// workers before them.
 pub(crate) fn test_sglang(cache: &Cache) -> Result<()> {
     let (python, package) = (env::engines(cache)?, sglang_folder());
     let workers = workers::overlay(cache, &python)?.context(workers::NONE)?;
@@ -158,7 +172,11 @@ pub(crate) fn test_sglang(cache: &Cache) -> Result<()> {
     let [stand_ins, sglang] = env::sglang(cache)?;
     let path = [&module, &package, &workers, &stand_ins, &sglang].map(PathBuf::as_path);
     let options = ["--asyncio-mode=auto", "-W", "ignore"];
-    let variables = [("KVDELTA_TEST_MODEL", model.as_os_str())];
+    let observe = command_line(cache)?;
+    let variables = [
+        ("KVDELTA_TEST_MODEL", model.as_os_str()),
+        ("KVDELTA_TEST_COMMAND", observe.as_os_str()),
+    ];
     let tests = [package.join("tests")];
     pytest::run(
         cache, &python, &path, &options, &package, &tests, &variables,
