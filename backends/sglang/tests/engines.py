@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import socket
+from dataclasses import dataclass, field
 from multiprocessing.connection import Client, wait
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import inside
+import msgspec
+import numpy as np
+import zmq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +28,7 @@ PAGE: Final = 16
 TOKENS: Final = 1024
 """Tokens that one pool holds."""
 WAIT_S: Final = 180.0
+END: Final = (-1).to_bytes(8, "big", signed=True)
 
 ON_CPU: Final = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -38,6 +44,7 @@ COMMON: Final[dict[str, Any]] = {
     "grammar_backend": "none",
     "disable_overlap_schedule": True,
     "skip_server_warmup": True,
+    "sleep_on_idle": True,
     "page_size": PAGE,
     "max_total_tokens": TOKENS,
     "max_running_requests": 8,
@@ -45,14 +52,6 @@ COMMON: Final[dict[str, Any]] = {
     "host": "127.0.0.1",
     "disaggregation_transfer_backend": "nixl",
 }
-
-
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
 
 
 def _run(pipe: Connection, options: dict[str, Any]) -> None:
@@ -76,6 +75,47 @@ def _run(pipe: Connection, options: dict[str, Any]) -> None:
         except Exception as error:  # noqa: BLE001 the test has to see it
             pipe.send(error)
     engine.shutdown()
+
+
+def free_port() -> int:
+    """A port that nobody has now."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Where an engine publishes its KV events; the second of two ranks one port higher."""
+
+    events: int = field(default_factory=free_port)
+    replay: int = field(default_factory=free_port)
+
+    def config(self) -> str:
+        """SGLang's option for it."""
+        return json.dumps(
+            {
+                "publisher": "zmq",
+                "endpoint": f"tcp://*:{self.events}",
+                "replay_endpoint": f"tcp://*:{self.replay}",
+            }
+        )
+
+    def published(self, rank: int = 0) -> list[Any]:
+        """All batches of a rank since the engine's start, by its replay socket."""
+        batches: list[Any] = []
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.connect(f"tcp://127.0.0.1:{self.replay + rank}")
+            socket.send_multipart([b"", (0).to_bytes(8, "big")])
+            while socket.poll(WAIT_S * 1000):
+                _, number, payload = socket.recv_multipart()
+                if not payload:
+                    assert number == END
+                    return batches
+                batches.append(msgspec.msgpack.decode(payload))
+        raise TimeoutError("no end of the replay")
 
 
 class Engine:
@@ -126,32 +166,47 @@ class Engine:
         self.process.kill()
 
 
-class Pair:
-    """A prefill and a decode engine, and requests through both."""
+def tokens(seed: int, count: int) -> list[int]:
+    """Return tokens of the test model that no other seed has."""
+    return [int(token) for token in np.random.default_rng(seed).integers(100, 4000, count)]
 
-    def __init__(self, folder: Path, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
+
+class Pair:
+    """A prefill and a decode engine, which tell what they cache, and requests through both."""
+
+    def __init__(
+        self, folder: Path, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None
+    ) -> None:
         self.bootstrap_port = free_port()
+        self.publishers = {"prefill": Publisher(), "decode": Publisher()}
         shared = {"disaggregation_bootstrap_port": self.bootstrap_port}
-        self.prefill = Engine(folder, "prefill", **shared | prefill)
-        self.decode = Engine(
-            folder, "decode", disaggregation_decode_enable_radix_cache=True, **shared | decode
+        self.prefill, self.decode = (
+            Engine(folder, mode, **shared | {"kv_events_config": self.publishers[mode].config()} | (options or {}))
+            for mode, options in (
+                ("prefill", prefill),
+                ("decode", {"disaggregation_decode_enable_radix_cache": True} | (decode or {})),
+            )
         )
         self.room = 0
         for engine in (self.prefill, self.decode):
             engine.answer()
 
-    def generate(self, tokens: list[int], new_tokens: int = 1, **request: Any) -> list[int]:
-        """The tokens that D answers with."""
+    def request(self, tokens: list[int], new_tokens: int = 1, **request: Any) -> dict[str, Any]:
+        """A request of its own, for both engines."""
         self.room += 1
-        request |= {
+        return request | {
             "input_ids": tokens,
             "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,
             "bootstrap_room": self.room,
         }
+
+    def generate(self, tokens: list[int], new_tokens: int = 1, **request: Any) -> list[int]:
+        """The tokens that D answers with."""
+        both = self.request(tokens, new_tokens, **request)
         for engine in (self.prefill, self.decode):
-            engine.call("generate", **request)
+            engine.call("generate", **both)
         self.prefill.answer()
         said: list[int] = self.decode.answer()["output_ids"]
         return said

@@ -46,17 +46,29 @@ class Layout:
     lengths: list[int]
     page_bytes: list[int]
 
-    def page(self, address: int) -> tuple[int, int] | None:
-        """The buffer and the page at an address, if it is the first byte of a page of this pool."""
-        for buffer, (start, length, page) in enumerate(
-            zip(self.addresses, self.lengths, self.page_bytes, strict=True)
-        ):
-            if start <= address < start + length:
-                return (buffer, (address - start) // page) if (address - start) % page == 0 else None
-        return None
+    def page(self, address: int) -> tuple[int, int]:
+        """The buffer and the page that begins at an address.
+
+        Raises:
+            ValueError: if no page of this pool does.
+        """
+        for buffer, (start, length, page) in enumerate(zip(self.addresses, self.lengths, self.page_bytes, strict=True)):
+            if start <= address < start + length and (address - start) % page == 0:
+                return buffer, (address - start) // page
+        raise ValueError(address)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What P did for a request: `known` when it learnt what D has, `computes`, `sends`."""
+
+    what: str
+    room: int
+    tokens: int
 
 
 WRITES: list[Write] = []
+STEPS: list[Step] = []
 TOLD: list[Metadata] = []
 
 
@@ -72,6 +84,20 @@ def told(_: Any) -> list[Metadata]:
     taken = TOLD[:]
     TOLD.clear()
     return taken
+
+
+def steps(_: Any) -> list[Step]:
+    """What P did since the last call."""
+    taken = STEPS[:]
+    STEPS.clear()
+    return taken
+
+
+def computes_early(_: Any, attempts: int) -> None:
+    """Let P compute so often before it has heard from D (`--optimistic-prefill-attempts`)."""
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415
+
+    get_context().override("test", optimistic_prefill_attempts=attempts)
 
 
 def layout(scheduler: Any) -> Layout:
@@ -126,7 +152,7 @@ def _watch_nixl() -> None:
         prepared[id(handle)] = np.array(rows)
         return handle
 
-    def make(  # noqa: PLR0917
+    def make(  # noqa: PLR0917 NIXL's own
         self: Any, kind: str, local: Any, mine: Any, remote: Any, theirs: Any, notice: bytes, *args: Any, **options: Any
     ) -> Any:
         sources, targets = prepared[id(local)][np.array(mine)], prepared[id(remote)][np.array(theirs)]
@@ -138,9 +164,10 @@ def _watch_nixl() -> None:
         described[id(descriptors)] = ranges(rows)
         return descriptors
 
-    def initialize(self: Any, kind: str, local: Any, remote: Any, peer: str, notice: bytes, *args: Any) -> Any:
+    def initialize(self: Any, kind: str, local: Any, remote: Any, *args: Any) -> Any:
+        _, notice = args
         WRITES.append(Write(notice.decode(), described.pop(id(local)), described.pop(id(remote))))
-        return stock["initialize_xfer"](self, kind, local, remote, peer, notice, *args)
+        return stock["initialize_xfer"](self, kind, local, remote, *args)
 
     watched = {
         "prep_xfer_dlist": prepare,
@@ -161,6 +188,34 @@ def _watch_nixl() -> None:
         send(self, pages, aux, state, decode_prefix_len)
 
     conn.NixlKVReceiver.send_metadata = send_metadata
+
+
+def _watch_prefill() -> None:
+    """Write down the order of what P does."""
+    from sglang.srt.disaggregation import prefill  # noqa: PLC0415
+    from sglang.srt.managers.scheduler import Scheduler  # noqa: PLC0415
+
+    finalize = prefill.PrefillBootstrapQueue.finalize_bootstrap
+    run_batch, send = Scheduler.run_batch, Scheduler.send_kv_chunk
+
+    def finalize_bootstrap(self: Any, req: Any) -> Any:
+        done = finalize(self, req)
+        if done:
+            STEPS.append(Step("known", req.bootstrap_room, req.disagg_decode_prefix_len))
+        return done
+
+    def run(self: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        STEPS.extend(
+            Step("computes", req.bootstrap_room, req.extend_range.end - req.extend_range.start) for req in batch.reqs
+        )
+        return run_batch(self, batch, *args, **options)
+
+    def send_kv_chunk(self: Any, req: Any, *args: Any, **options: Any) -> Any:
+        STEPS.append(Step("sends", req.bootstrap_room, req.start_send_idx))
+        return send(self, req, *args, **options)
+
+    prefill.PrefillBootstrapQueue.finalize_bootstrap = finalize_bootstrap
+    Scheduler.run_batch, Scheduler.send_kv_chunk = run, send_kv_chunk
 
 
 def _serve(scheduler: Any, path: str) -> None:
@@ -184,6 +239,7 @@ def run(*args: Any, **options: Any) -> None:
     from sglang.srt.managers import scheduler as stock  # noqa: PLC0415
 
     _watch_nixl()
+    _watch_prefill()
     begin: Callable[..., None] = stock.Scheduler.__init__
 
     def begin_served(self: Any, *args: Any, **options: Any) -> None:

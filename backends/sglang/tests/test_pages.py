@@ -8,22 +8,12 @@ from typing import TYPE_CHECKING
 import inside
 import numpy as np
 import pytest
-from engines import PAGE, Pair
+from engines import PAGE, tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from engines import Pair
 
 PROMPT_PAGES = 10
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with Pair(tmp_path_factory.mktemp("pair"), {}, {}) as pair:
-        yield pair
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(100, 4000, count)]
 
 
 def moved(pair: Pair, prompt: list[int], *, has_pages: int) -> list[int]:
@@ -75,7 +65,7 @@ def moved(pair: Pair, prompt: list[int], *, has_pages: int) -> list[int]:
         pytest.param(5, PROMPT_PAGES, PROMPT_PAGES, 0, 0, id="all"),
     ],
 )
-def test_the_pages_that_d_lacks_move_and_no_others(
+def test_the_pages_that_d_lacks_move_and_no_others(  # noqa: PLR0917 a row of the table
     pair: Pair, seed: int, has: int, whole: int, tail: int, moves: int
 ) -> None:
     prompt = tokens(seed, whole * PAGE + tail)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """In the place of SGLang's kernels, of which there is no build for a CPU.
 
-SGLang imports some of them by name when it runs on a CPU. It calls none for the models of these tests; a call raises.
+SGLang imports some of them by name when it runs on a CPU. It calls none for the test model; a call
+raises.
 """
 
 from __future__ import annotations
