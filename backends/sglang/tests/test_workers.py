@@ -180,23 +180,14 @@ def test_without_the_plugin_transfers_are_sglangs_own(tmp_path: Path) -> None:
 
 
 def lose_next_load(scheduler: Any) -> None:
-    """Have SGLang's own code fail to load what the next request has promised, as if it were on a lower tier."""
-    from types import SimpleNamespace  # noqa: PLC0415
-
-    import torch  # noqa: PLC0415
-    from sglang.srt.disaggregation import decode_hicache_mixin  # noqa: PLC0415
+    """Have the next request lose what it was promised."""
+    from loses_loads import lose  # noqa: PLC0415
 
     queue = scheduler.disagg_decode_transfer_queue
-    pop, match, tree = queue.pop_transferred, decode_hicache_mixin.match_prefix_for_req, queue.tree_cache
+    pop = queue.pop_transferred
 
     def pop_transferred(*args: Any) -> Any:
-        if queue.queue:
-            nothing = SimpleNamespace(device_indices=torch.empty(0), best_match_node=None, host_hit_length=0)
-            decode_hicache_mixin.match_prefix_for_req = lambda *_, **__: nothing
-            queue.tree_cache = SimpleNamespace(init_load_back=lambda _: (torch.empty(0), None))
-            for asked in queue.queue:
-                queue._try_hicache_queue_load_back(asked)
-            decode_hicache_mixin.match_prefix_for_req, queue.tree_cache = match, tree
+        if lose(queue):
             queue.pop_transferred = pop
         return pop(*args)
 

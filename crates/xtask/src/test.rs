@@ -66,7 +66,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 20] = [
+const PARTS: [Part; 21] = [
     Part {
         name: "format",
         heavy: false,
@@ -146,6 +146,11 @@ const PARTS: [Part; 20] = [
         name: "claims in real engines",
         heavy: true,
         run: live_claims::check,
+    },
+    Part {
+        name: "claims in SGLang workers",
+        heavy: true,
+        run: wheel::test_sglang_fleet,
     },
     Part {
         name: "faults in real engines",

@@ -2,6 +2,7 @@
 
 //! The wheel of the Python module `kvdelta`, and what engines with kvdelta's connector find before their packages.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -77,6 +78,9 @@ pub(crate) fn vllm_folder() -> PathBuf {
 pub(crate) fn sglang_folder() -> PathBuf {
     project_root().join("backends/sglang")
 }
+
+/// The folder in the tests of that package of those that need a frontend.
+const FLEET: &str = "fleet";
 
 /// The folder of the crate, its Python files among the others.
 pub(crate) fn crate_folder() -> PathBuf {
@@ -166,21 +170,48 @@ fn command_line(cache: &Cache) -> Result<PathBuf> {
 /// Runs the tests of the package for SGLang and of SGLang itself, which runs beside the engines with the patched
 /// workers before them.
 pub(crate) fn test_sglang(cache: &Cache) -> Result<()> {
+    sglang_tests(cache, None)
+}
+
+/// Runs the package for SGLang in a whole fleet.
+pub(crate) fn test_sglang_fleet(cache: &Cache) -> Result<()> {
+    let frontend = frontend::build(cache, frontend::Profile::Dev)?;
+    sglang_tests(cache, Some(&frontend))
+}
+
+/// With a frontend those of the fleet, without all others.
+fn sglang_tests(cache: &Cache, frontend: Option<&Path>) -> Result<()> {
     let (python, package) = (env::engines(cache)?, sglang_folder());
     let workers = workers::overlay(cache, &python)?.context(workers::NONE)?;
     let (module, model) = (build(cache)?.join(UNPACKED), env::model(cache, &python)?);
     let [stand_ins, sglang] = env::sglang(cache)?;
     let path = [&module, &package, &workers, &stand_ins, &sglang].map(PathBuf::as_path);
-    let options = ["--asyncio-mode=auto", "-W", "ignore"];
-    let observe = command_line(cache)?;
-    let variables = [
-        ("KVDELTA_TEST_MODEL", model.as_os_str()),
-        ("KVDELTA_TEST_COMMAND", observe.as_os_str()),
-    ];
-    let tests = [package.join("tests")];
-    pytest::run(
-        cache, &python, &path, &options, &package, &tests, &variables,
-    )
+    let tests = package.join("tests");
+    let (fleet, model) = (tests.join(FLEET), ("KVDELTA_TEST_MODEL", model.as_os_str()));
+    let run = |options: &[&str], tests: PathBuf, variables: &[(&str, &OsStr)]| {
+        let options = [options, &["-W", "ignore"]].concat();
+        pytest::run(
+            cache,
+            &python,
+            &path,
+            &options,
+            &package,
+            &[tests],
+            variables,
+        )
+    };
+    match frontend {
+        Some(frontend) => {
+            let frontend = ("KVDELTA_TEST_FRONTEND", frontend.as_os_str());
+            run(&[], fleet, &[model, frontend])
+        }
+        None => {
+            let ignored = format!("--ignore={}", fleet.display());
+            let observe = command_line(cache)?;
+            let observe = ("KVDELTA_TEST_COMMAND", observe.as_os_str());
+            run(&[&ignored], tests, &[model, observe])
+        }
+    }
 }
 
 /// The line of maturin in the lock of the tools.
