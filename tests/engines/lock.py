@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make requirements.lock, tools.lock and pytest.lock again.
+"""Make requirements.lock, tools.lock, pytest.lock and sglang.lock again.
 
     python lock.py [--upgrade]
 
@@ -103,6 +103,7 @@ def main() -> None:
     shared = ["--constraints", str(HERE / "requirements.lock"), *overrides]
     for name in ("tools", "pytest"):
         write(name, shared, frozenset(), upgrade=upgrade)
+    write("sglang", ["--no-deps"], frozenset(), upgrade=upgrade)
 
 
 if __name__ == "__main__":

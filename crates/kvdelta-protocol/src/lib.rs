@@ -11,6 +11,6 @@ pub use capability::{CAPABILITY_KEY, CacheGroup, Capability, NoCapability};
 pub use decode_cache_info::{BadClaim, DecodeCacheInfo, VERSION, deserialize_known};
 pub use offer::{OFFER_KEY, cut_for};
 pub use stale::{
-    RELEASE_KEY, Recovered, STALE_CLAIM_KEY, StaleReason, StaleReport, remote_request_id,
-    stale_report,
+    HELD_CLAIM_KEY, RELEASE_KEY, Recovered, STALE_CLAIM_KEY, StaleReason, StaleReport, held_claim,
+    remote_request_id, stale_report,
 };

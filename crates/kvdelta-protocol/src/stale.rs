@@ -9,13 +9,18 @@ use crate::offer::OFFER_KEY;
 /// Key of a [`StaleReport`] under [`OFFER_KEY`] in a decode worker's `kv_transfer_params`.
 pub const STALE_CLAIM_KEY: &str = "stale_claim";
 
+/// Key under [`OFFER_KEY`] of the id of a claim that held, in what a prefill worker answers that heard from the
+/// decode worker itself what that one holds, as SGLang's does.
+pub const HELD_CLAIM_KEY: &str = "held_claim";
+
 /// Key under [`OFFER_KEY`] in a prefill request's `kv_transfer_params`: the `remote_request_id` of an earlier
 /// offer of the same prefill worker, which nobody will fetch any more.
 ///
 /// Only the router writes it, when it asks that worker again; what a client sends there must not get through.
 pub const RELEASE_KEY: &str = "release";
 
-/// A decode worker's word that it did not rely on what prefill skipped or offered.
+/// A decode worker's word that it did not rely on what prefill skipped or offered, or a prefill worker's that the
+/// decode worker holds less than the claim says.
 ///
 /// The router lowers its trust in the rank that it asked, and asks prefill again without a claim where
 /// [`Recovered::AskAgain`] says so. Unknown fields are ignored.
@@ -23,7 +28,7 @@ pub const RELEASE_KEY: &str = "release";
 pub struct StaleReport {
     /// [`VERSION`].
     pub version: u32,
-    /// The claim; empty where the offer was whole.
+    /// The claim; empty where the offer was whole, or the worker was not told of a claim.
     pub claim_id: String,
     /// Blocks that prefill skipped by the claim.
     pub said_blocks: u32,
@@ -73,6 +78,8 @@ impl StaleReason {
 pub enum Recovered {
     /// The worker computes what is missing; nothing is left to do.
     Recompute,
+    /// Prefill sent what is missing; nothing is left to do.
+    Sent,
     /// The request ended before its first token, to be prefilled once more without a claim.
     AskAgain,
     /// It ended, and must not be repeated.
@@ -87,6 +94,7 @@ impl Recovered {
     pub const fn as_label(self) -> &'static str {
         match self {
             Self::Recompute => "recompute",
+            Self::Sent => "sent",
             Self::AskAgain => "ask_again",
             Self::Failed => "failed",
             Self::Unknown => "unknown",
@@ -103,6 +111,13 @@ pub fn stale_report(answer: &Value) -> Option<StaleReport> {
     StaleReport::deserialize(report)
         .ok()
         .filter(|report| report.version == VERSION)
+}
+
+/// The id of the claim that held, in what a prefill worker answered; see [`HELD_CLAIM_KEY`].
+///
+/// `answer` as for [`stale_report`].
+pub fn held_claim(answer: &Value) -> Option<&str> {
+    ours(answer)?.get(HELD_CLAIM_KEY)?.as_str()
 }
 
 /// The `remote_request_id` by which the prefill worker knows a cut offer, for [`RELEASE_KEY`].

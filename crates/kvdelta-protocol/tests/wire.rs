@@ -6,9 +6,9 @@ use std::fmt::Debug;
 
 use kvdelta_indexer::{BlockSize, DpRank, EngineHash, WorkerId};
 use kvdelta_protocol::{
-    BadClaim, CacheGroup, Capability, DecodeCacheInfo, NoCapability, OFFER_KEY, Recovered,
-    STALE_CLAIM_KEY, StaleReason, StaleReport, VERSION, cut_for, deserialize_known,
-    remote_request_id, stale_report,
+    BadClaim, CacheGroup, Capability, DecodeCacheInfo, HELD_CLAIM_KEY, NoCapability, OFFER_KEY,
+    Recovered, STALE_CLAIM_KEY, StaleReason, StaleReport, VERSION, cut_for, deserialize_known,
+    held_claim, remote_request_id, stale_report,
 };
 use proptest::prelude::*;
 use serde::de::DeserializeOwned;
@@ -164,6 +164,7 @@ fn a_report_is_read_out_of_a_decode_workers_answer() {
     }
     let cases = [
         ("recompute", Recovered::Recompute),
+        ("sent", Recovered::Sent),
         ("ask_again", Recovered::AskAgain),
         ("failed", Recovered::Failed),
     ];
@@ -171,6 +172,21 @@ fn a_report_is_read_out_of_a_decode_workers_answer() {
         let said = answer(&with(written.clone(), "recovered", json!(label)));
         assert_eq!(stale_report(&said).expect(label).recovered, recovered);
         assert_eq!(recovered.as_label(), label);
+    }
+}
+
+#[test]
+fn a_claim_that_held_is_read_out_of_a_prefill_workers_answer() {
+    let answered = json!({OFFER_KEY: {HELD_CLAIM_KEY: "0f8c7a52-1"}, "kv_cache_hit": {}});
+    assert_eq!(held_claim(&answered), Some("0f8c7a52-1"));
+    assert_eq!(stale_report(&answered), None);
+    for nothing in [
+        Value::Null,
+        json!({HELD_CLAIM_KEY: "0f8c7a52-1"}),
+        json!({OFFER_KEY: {HELD_CLAIM_KEY: 7}}),
+        answer(&serde_json::to_value(report()).expect("written")),
+    ] {
+        assert_eq!(held_claim(&nothing), None, "{nothing}");
     }
 }
 
@@ -567,6 +583,7 @@ fn any_json() -> impl Strategy<Value = Value> {
             "kvdelta",
             "kv_transfer_params",
             "stale_claim",
+            "held_claim",
             "params",
             "remote_request_id",
         ])
@@ -633,7 +650,7 @@ proptest! {
         let _ = rmp_serde::from_slice::<DecodeCacheInfo>(&bytes);
         let _ = rmp_serde::from_slice::<Request>(&bytes);
         let _ = rmp_serde::from_slice::<Capability>(&bytes);
-        let _ = (cut_for(&value), stale_report(&value), remote_request_id(&value));
+        let _ = (cut_for(&value), stale_report(&value), held_claim(&value), remote_request_id(&value));
         if let Ok(capability) = serde_json::from_value::<Capability>(value) {
             let _ = capability.check(size(16));
         }

@@ -28,6 +28,8 @@ pub(crate) fn run(cache: &Cache) -> Result<ExitCode> {
     println!("protoc   {}", protoc(cache)?.display());
     let kvdelta = std::env::join_paths(wheel::overlay(cache)?)?;
     println!("kvdelta  {}", kvdelta.display());
+    let sglang = std::env::join_paths(sglang(cache)?)?;
+    println!("sglang   {}", sglang.display());
     match workers::overlay(cache, &engines)? {
         Some(overlay) => println!("workers  {}", overlay.display()),
         None => say(workers::NONE),
@@ -94,13 +96,29 @@ pub(crate) fn tools(cache: &Cache) -> Result<PathBuf> {
 
 /// The folder of pytest and what it needs, to go before the engines' packages in PYTHONPATH.
 pub(crate) fn pytest(cache: &Cache) -> Result<PathBuf> {
+    beside_engines(cache, "pytest")
+}
+
+/// What goes before the engines' packages in PYTHONPATH for SGLang on a CPU: what stands in for parts of a GPU, and
+/// the packages.
+pub(crate) fn sglang(cache: &Cache) -> Result<[PathBuf; 2]> {
+    let stand_ins = engines_folder().join("sglang_cpu");
+    Ok([stand_ins, beside_engines(cache, "sglang")?])
+}
+
+/// A folder with what the lock file of this name holds.
+fn beside_engines(cache: &Cache, name: &str) -> Result<PathBuf> {
     let uv = tools(cache)?;
-    let lock = engines_folder().join("pytest.lock");
-    cache.entry("python-pytest", &Key::new().file(&lock)?, |folder| {
+    let lock = engines_folder().join(format!("{name}.lock"));
+    let entry = format!("python-{name}");
+    cache.entry(&entry, &Key::new().file(&lock)?, |folder| {
         let mut install = uv_install(cache, &uv, &uv, &lock)?;
-        install.arg("--target").arg(folder);
-        let log = cache.folder("logs")?.join("python-pytest.log");
-        command::logged("pytest", install, &log)
+        install
+            .arg("--compile-bytecode")
+            .arg("--target")
+            .arg(folder);
+        let log = cache.folder("logs")?.join(format!("{entry}.log"));
+        command::logged(name, install, &log)
     })
 }
 

@@ -2,6 +2,7 @@
 
 //! pytest, with what it skips in plain sight.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,7 +16,7 @@ use crate::fleet::engine_environment;
 use crate::progress::say;
 
 /// Runs the tests in `files` with `python`, which has the folders of `path` before its own packages; pytest is told
-/// `options` as well.
+/// `options` as well, and the tests have `variables` in their environment.
 pub(crate) fn run(
     cache: &Cache,
     python: &Path,
@@ -23,6 +24,7 @@ pub(crate) fn run(
     options: &[&str],
     folder: &Path,
     files: &[PathBuf],
+    variables: &[(&str, &OsStr)],
 ) -> Result<()> {
     let scratch = tempfile::tempdir()?;
     let results = scratch.path().join("results.xml");
@@ -40,7 +42,8 @@ pub(crate) fn run(
             std::env::join_paths(path.iter().copied().chain([installed.as_path()]))?,
         )
         .env("PYTHONDONTWRITEBYTECODE", "1")
-        .envs(engine_environment());
+        .envs(engine_environment())
+        .envs(variables.iter().copied());
     command::shown_run(pytest)?;
     let text = fs::read_to_string(&results).context("pytest wrote no results")?;
     let skipped = skipped(&text).context("pytest's results do not say what was skipped")?;

@@ -66,7 +66,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 19] = [
+const PARTS: [Part; 21] = [
     Part {
         name: "format",
         heavy: false,
@@ -108,6 +108,11 @@ const PARTS: [Part; 19] = [
         run: wheel::test_vllm,
     },
     Part {
+        name: "tests of the package for SGLang",
+        heavy: true,
+        run: wheel::test_sglang,
+    },
+    Part {
         name: "upstream's tests on the patched crates",
         heavy: true,
         run: patched_upstream_tests,
@@ -141,6 +146,11 @@ const PARTS: [Part; 19] = [
         name: "claims in real engines",
         heavy: true,
         run: live_claims::check,
+    },
+    Part {
+        name: "claims in SGLang workers",
+        heavy: true,
+        run: wheel::test_sglang_fleet,
     },
     Part {
         name: "faults in real engines",
@@ -312,15 +322,19 @@ fn workspace_tests(cache: &Cache) -> Result<()> {
 fn python_lints(cache: &Cache) -> Result<()> {
     let python = env::tools(cache)?;
     let stub = wheel::crate_folder();
-    for folder in [env::engines_folder(), stub.clone(), wheel::vllm_folder()] {
+    let packages = [wheel::vllm_folder(), wheel::sglang_folder()];
+    for folder in [env::engines_folder(), stub.clone()]
+        .iter()
+        .chain(&packages)
+    {
         for arguments in [
             &["ruff", "check", "."][..],
             &["ruff", "format", "--check", "."],
             &["mypy", "."],
         ] {
             let mut linter = Command::new(&python);
-            linter.arg("-m").args(arguments).current_dir(&folder);
-            if folder != stub {
+            linter.arg("-m").args(arguments).current_dir(folder);
+            if *folder != stub {
                 linter.env("MYPYPATH", &stub);
             }
             shown_run(linter)?;

@@ -2,6 +2,7 @@
 
 //! The wheel of the Python module `kvdelta`, and what engines with kvdelta's connector find before their packages.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -16,6 +17,7 @@ use crate::fleet::Connector;
 use crate::frontend;
 use crate::own_crates;
 use crate::pytest;
+use crate::workers;
 
 /// The crate that has the bindings.
 const CRATE: &str = "kvdelta-transfer";
@@ -71,6 +73,14 @@ pub(crate) fn connector(cache: &Cache) -> Result<Connector> {
 pub(crate) fn vllm_folder() -> PathBuf {
     project_root().join("backends/vllm")
 }
+
+/// The folder of the Python package for SGLang.
+pub(crate) fn sglang_folder() -> PathBuf {
+    project_root().join("backends/sglang")
+}
+
+/// The folder in the tests of that package of those that need a frontend.
+const FLEET: &str = "fleet";
 
 /// The folder of the crate, its Python files among the others.
 pub(crate) fn crate_folder() -> PathBuf {
@@ -132,7 +142,7 @@ pub(crate) fn check(cache: &Cache) -> Result<()> {
     command::shown_run(stubtest)?;
     let tests = crate_folder().join("tests");
     let files = std::slice::from_ref(&tests);
-    pytest::run(cache, &python, &[&unpacked], &[], &tests, files)
+    pytest::run(cache, &python, &[&unpacked], &[], &tests, files, &[])
 }
 
 /// Runs the tests of the package for vLLM, in the environment of the engines.
@@ -140,7 +150,68 @@ pub(crate) fn test_vllm(cache: &Cache) -> Result<()> {
     let [module, package] = overlay(cache)?;
     let (python, tests) = (env::engines(cache)?, package.join("tests"));
     let path = [module.as_path(), &package];
-    pytest::run(cache, &python, &path, &["-W", "ignore"], &package, &[tests])
+    let options = ["-W", "ignore"];
+    pytest::run(cache, &python, &path, &options, &package, &[tests], &[])
+}
+
+/// The command line `kvdelta`, built with what the tests of the workspace have built.
+fn command_line(cache: &Cache) -> Result<PathBuf> {
+    let target = cache.target("workspace", &members())?;
+    let mut build = Command::new(env!("CARGO"));
+    build
+        .args(["build", "--quiet", "--locked", "--package=kvdelta"])
+        .current_dir(project_root())
+        .env("CARGO_TARGET_DIR", &target);
+    frontend::without_own_package(&mut build);
+    command::shown_run(build)?;
+    Ok(target.join("debug/kvdelta"))
+}
+
+/// Runs the tests of the package for SGLang and of SGLang itself, which runs beside the engines with the patched
+/// workers before them.
+pub(crate) fn test_sglang(cache: &Cache) -> Result<()> {
+    sglang_tests(cache, None)
+}
+
+/// Runs the package for SGLang in a whole fleet.
+pub(crate) fn test_sglang_fleet(cache: &Cache) -> Result<()> {
+    let frontend = frontend::build(cache, frontend::Profile::Dev)?;
+    sglang_tests(cache, Some(&frontend))
+}
+
+/// With a frontend those of the fleet, without all others.
+fn sglang_tests(cache: &Cache, frontend: Option<&Path>) -> Result<()> {
+    let (python, package) = (env::engines(cache)?, sglang_folder());
+    let workers = workers::overlay(cache, &python)?.context(workers::NONE)?;
+    let (module, model) = (build(cache)?.join(UNPACKED), env::model(cache, &python)?);
+    let [stand_ins, sglang] = env::sglang(cache)?;
+    let path = [&module, &package, &workers, &stand_ins, &sglang].map(PathBuf::as_path);
+    let tests = package.join("tests");
+    let (fleet, model) = (tests.join(FLEET), ("KVDELTA_TEST_MODEL", model.as_os_str()));
+    let run = |options: &[&str], tests: PathBuf, variables: &[(&str, &OsStr)]| {
+        let options = [options, &["-W", "ignore"]].concat();
+        pytest::run(
+            cache,
+            &python,
+            &path,
+            &options,
+            &package,
+            &[tests],
+            variables,
+        )
+    };
+    match frontend {
+        Some(frontend) => {
+            let frontend = ("KVDELTA_TEST_FRONTEND", frontend.as_os_str());
+            run(&[], fleet, &[model, frontend])
+        }
+        None => {
+            let ignored = format!("--ignore={}", fleet.display());
+            let observe = command_line(cache)?;
+            let observe = ("KVDELTA_TEST_COMMAND", observe.as_os_str());
+            run(&[&ignored], tests, &[model, observe])
+        }
+    }
 }
 
 /// The line of maturin in the lock of the tools.

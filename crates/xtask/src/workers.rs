@@ -6,6 +6,7 @@
 //! those in the overlay hide the installed ones, the others stay as they are.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 use std::process::Command;
@@ -51,7 +52,7 @@ pub(crate) fn write(cache: &Cache, target: &Path) -> Result<()> {
 }
 
 /// Upstream's tests of the workers, and the patches' own, that need no GPU, model or file of the repository.
-const TESTS: [&str; 7] = [
+const VLLM_TESTS: [&str; 7] = [
     "test_decode_cache_info.py",
     "test_kv_hints.py",
     "test_runtime_metadata.py",
@@ -61,6 +62,16 @@ const TESTS: [&str; 7] = [
     "test_vllm_worker_handler.py",
 ];
 
+const SGLANG_TESTS: [&str; 7] = [
+    "test_runtime_metadata.py",
+    "test_sglang_decode_cache_info.py",
+    "test_sglang_decode_cancellation.py",
+    "test_sglang_decode_handler.py",
+    "test_sglang_disagg.py",
+    "test_sglang_prefill_handler.py",
+    "test_sglang_publisher.py",
+];
+
 /// Runs the tests of the patched workers, as upstream runs them.
 pub(crate) fn test(cache: &Cache) -> Result<()> {
     let python = env::engines(cache)?;
@@ -68,13 +79,23 @@ pub(crate) fn test(cache: &Cache) -> Result<()> {
         say(NONE);
         return Ok(());
     };
+    let options = ["--asyncio-mode=auto", "-W", "ignore"];
+    let of_vllm = VLLM_TESTS.map(|name| overlay.join("dynamo/vllm/tests").join(name));
     pytest::run(
         cache,
         &python,
         &[&overlay],
-        &["--asyncio-mode=auto", "-W", "ignore"],
+        &options,
         &overlay,
-        &TESTS.map(|name| overlay.join("dynamo/vllm/tests").join(name)),
+        &of_vllm,
+        &[],
+    )?;
+    let [stand_ins, sglang] = env::sglang(cache)?;
+    let of_sglang = SGLANG_TESTS.map(|name| overlay.join("dynamo/sglang/tests").join(name));
+    let on_cpu = ["SGLANG_USE_CPU_ENGINE", "TRITON_INTERPRET"].map(|name| (name, OsStr::new("1")));
+    let path = [overlay.as_path(), &stand_ins, &sglang];
+    pytest::run(
+        cache, &python, &path, &options, &overlay, &of_sglang, &on_cpu,
     )
 }
 

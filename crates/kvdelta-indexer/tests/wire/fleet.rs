@@ -140,18 +140,41 @@ pub(crate) fn bytes(hex: &str) -> Vec<u8> {
 
 /// A payload of vLLM 0.31, made by `tests/engines/kv_event_fixtures.py`.
 pub(crate) fn of_vllm(name: &str) -> Vec<u8> {
-    let all = all_of_vllm();
+    find(all_of_vllm(), name)
+}
+
+/// A payload of SGLang 0.5.21, made by `tests/engines/sglang_event_fixtures.py`.
+pub(crate) fn of_sglang(name: &str) -> Vec<u8> {
+    find(all_of_sglang(), name)
+}
+
+fn find(all: Vec<(String, Vec<u8>)>, name: &str) -> Vec<u8> {
     let found = all.into_iter().find(|(found, _)| found == name);
     found.unwrap_or_else(|| panic!("no payload {name}")).1
 }
 
-/// All of them with their names.
+/// All of vLLM's with their names.
 pub(crate) fn all_of_vllm() -> Vec<(String, Vec<u8>)> {
     static ALL: LazyLock<Vec<(String, Vec<u8>)>> = LazyLock::new(|| {
-        let all = include_str!("../../../../tests/fixtures/wire/vllm-0.31.json");
-        let all: BTreeMap<String, String> = serde_json::from_str(all).expect("JSON");
-        let all = all.into_iter();
-        all.map(|(name, hex)| (name, bytes(&hex))).collect()
+        read(include_str!(
+            "../../../../tests/fixtures/wire/vllm-0.31.json"
+        ))
     });
     ALL.clone()
+}
+
+/// All of SGLang's with their names.
+pub(crate) fn all_of_sglang() -> Vec<(String, Vec<u8>)> {
+    static ALL: LazyLock<Vec<(String, Vec<u8>)>> = LazyLock::new(|| {
+        read(include_str!(
+            "../../../../tests/fixtures/wire/sglang-0.5.21.json"
+        ))
+    });
+    ALL.clone()
+}
+
+fn read(fixtures: &str) -> Vec<(String, Vec<u8>)> {
+    let all: BTreeMap<String, String> = serde_json::from_str(fixtures).expect("JSON");
+    let all = all.into_iter();
+    all.map(|(name, hex)| (name, bytes(&hex))).collect()
 }

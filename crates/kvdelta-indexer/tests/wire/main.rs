@@ -5,3 +5,4 @@ mod dynamo;
 mod event_plane;
 mod fleet;
 mod hostile;
+mod sglang;

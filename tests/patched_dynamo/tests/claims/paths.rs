@@ -99,6 +99,76 @@ fn with_bootstrap_a_prefill_that_fails_ends_the_request() -> Result<()> {
 }
 
 #[test]
+fn with_bootstrap_prefill_says_that_a_claim_was_stale() -> Result<()> {
+    run(async |trace| {
+        let scene = Scene::start(&trace, pair(bootstrap())?).await?;
+        let (fleet, prefill) = (&scene.fleet, scene.prefill());
+        prefill.next(Script::new([Step::Begin, Step::Told]));
+        let answer = fleet.ask(scene.ask(1)).await?.complete()?;
+        ensure!(!answer.body.contains("kvdelta"), "{}", answer.body);
+        let [line] = &trace.lines("Decode claim is stale")[..] else {
+            anyhow::bail!("not one stale claim");
+        };
+        assert_eq!(
+            (line.field("recovery"), line.field("is_lowered")),
+            ("sent", "true")
+        );
+        assert_eq!(prefill.received().len(), 1);
+        scene.at_rest().await
+    })
+}
+
+#[test]
+fn with_bootstrap_a_prefix_that_decode_cannot_load_costs_a_second_prefill() -> Result<()> {
+    run(async |trace| {
+        let builder = Builder::new(WEIGHT)?
+            .prefill(2, bootstrap())
+            .decode(2, Spec::claims())
+            .migrations(0);
+        let scene = Scene::start(&trace, builder).await?;
+        scene
+            .holder()
+            .next(Script::new([Step::Begin, Step::Unloaded]));
+        let answer = scene.fleet.ask(scene.ask(1)).await?.complete()?;
+        ensure!(!answer.body.contains("error"), "{}", answer.body);
+        let prefills: Vec<_> = scene
+            .fleet
+            .prefill
+            .iter()
+            .map(|worker| worker.received())
+            .collect();
+        let [told] = &prefills
+            .iter()
+            .filter(|all| !all.is_empty())
+            .collect::<Vec<_>>()[..]
+        else {
+            anyhow::bail!("two prefill workers");
+        };
+        let [first, second] = &told[..] else {
+            anyhow::bail!("prefill ran {} times", told.len());
+        };
+        is_claim(first, scene.holder(), 0, HELD)?;
+        ensure!(second.claim().is_none(), "the second has a claim, too");
+        let mut legs: Vec<_> = scene
+            .fleet
+            .decode
+            .iter()
+            .flat_map(|worker| worker.received())
+            .collect();
+        legs.sort_by_key(|leg| leg.order);
+        let salts = legs
+            .iter()
+            .map(|leg| leg.request.pointer("/routing/cache_salt"));
+        let salts: Vec<_> = salts
+            .map(|salt| salt.is_some_and(|salt| salt.is_string()))
+            .collect();
+        assert_eq!(salts, [false, true]);
+        assert!(trace.lines("Decode claim is stale").is_empty());
+        scene.at_rest().await
+    })
+}
+
+#[test]
 fn with_bootstrap_a_client_that_leaves_leaves_no_booking() -> Result<()> {
     run(async |trace| {
         let scene = Scene::start(&trace, pair(bootstrap())?).await?;

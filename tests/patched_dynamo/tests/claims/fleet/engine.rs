@@ -140,16 +140,20 @@ impl State {
                 "reason": "stale", "recovered": recovered,
             }}}})
         };
-        let is_handover = self.is_prefill() && matches!(step, Step::Finish);
+        let unloaded = json!({"kvdelta": {"stale_claim": {
+            "version": 1, "claim_id": "", "said_blocks": 0, "had_blocks": 0,
+            "reason": "load_failed", "recovered": "ask_again",
+        }}});
+        let is_handover = self.is_prefill() && matches!(step, Step::Finish | Step::Told);
         LLMEngineOutput {
             token_ids: match step {
-                Step::Stale | Step::Fail => Vec::new(),
+                Step::Stale | Step::Unloaded | Step::Fail => Vec::new(),
                 _ => vec![10],
             },
             finish_reason: match step {
-                Step::Finish | Step::Recomputed => Some(FinishReason::Length),
+                Step::Finish | Step::Told | Step::Recomputed => Some(FinishReason::Length),
                 Step::End => Some(FinishReason::EoS),
-                Step::Stale | Step::Fail => {
+                Step::Stale | Step::Unloaded | Step::Fail => {
                     Some(FinishReason::Error(format!("{} failed", self.name)))
                 }
                 _ => None,
@@ -157,6 +161,8 @@ impl State {
             engine_data: match step {
                 Step::Stale => Some(report("ask_again")),
                 Step::Recomputed => Some(report("recompute")),
+                Step::Told => Some(report("sent")),
+                Step::Unloaded => Some(unloaded),
                 _ => None,
             },
             disaggregated_params: is_handover.then(offer),
@@ -199,7 +205,12 @@ impl AsyncEngine<SingleIn<Loose>, ManyOut<Annotated<LLMEngineOutput>>, Error> fo
                 Step::Stale => is_cut,
                 step => matches!(
                     step,
-                    Step::Finish | Step::End | Step::Recomputed | Step::Fail
+                    Step::Finish
+                        | Step::End
+                        | Step::Told
+                        | Step::Unloaded
+                        | Step::Recomputed
+                        | Step::Fail
                 ),
             };
             match run.next(&sends).await {
@@ -304,6 +315,8 @@ impl Run {
                 | Step::Finish
                 | Step::End
                 | Step::Stale
+                | Step::Told
+                | Step::Unloaded
                 | Step::Recomputed
                 | Step::Fail => {}
             }

@@ -74,6 +74,10 @@ pub(crate) enum Step {
     Stale,
     /// Sends the last output of one whose claim was stale, and which was recomputed.
     Recomputed,
+    /// Sends a prefill worker's handover with its word that the claim was stale, as decode has told it.
+    Told,
+    /// Ends a request beside its prefill: the worker could not load what it had told prefill.
+    Unloaded,
     /// Ends with an error that says nothing else.
     Fail,
     /// Refuses, before or after the beginning.

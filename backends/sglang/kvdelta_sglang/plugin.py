@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang loads in each of its processes: two hooks that look on.
+
+SGLang's own decode radix cache decides what is sent. Where a scheduler knows something that the worker in front of it
+needs, a hook puts it into ``customized_info``, which SGLang hands on as ``meta_info``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+
+from . import compat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+PREFIX_KEY: Final = "kvdelta_decode_prefix"
+"""In a prefill worker's ``meta_info``: a list of one ``(tokens, bytes on this rank)`` that decode says it holds."""
+FAILED_LOAD_KEY: Final = "kvdelta_failed_load"
+"""In a decode worker's ``meta_info``: it could not load what it had told prefill that it holds."""
+
+
+def _target(touched: compat.Touched) -> str:
+    return f"{touched.module}.{touched.owner}.{touched.names[0].partition('(')[0]}"
+
+
+def _tell(req: Any, key: str, value: object) -> None:  # noqa: ANN401
+    # One entry for each output token, of which SGLang hands on those that it sends: one at prefill.
+    req.customized_info = {**(req.customized_info or {}), key: [value]}
+
+
+def _looks_on(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep what is wrong in a hook from the request."""
+
+    @wraps(hook)
+    def guarded(*arguments: object) -> None:
+        try:
+            hook(*arguments)
+        except Exception:
+            logger.exception("kvdelta: %s failed; the request goes on without it", hook.__name__)
+
+    return guarded
+
+
+@_looks_on
+def after_bootstrap(is_final: bool, queue: Any, req: Any) -> None:  # noqa: ANN401, FBT001
+    """Note what decode told prefill that it holds; after ``PrefillBootstrapQueue.finalize_bootstrap``."""
+    if is_final:
+        held, args = int(req.disagg_decode_prefix_len), queue.kv_manager.kv_args
+        _tell(req, PREFIX_KEY, (held, held // args.page_size * sum(args.kv_item_lens)))
+
+
+@_looks_on
+def after_load(_is_queued: bool, _queue: Any, decode_request: Any) -> None:  # noqa: ANN401, FBT001
+    """Note a prefix that decode has promised and cannot load; after ``_try_hicache_queue_load_back``."""
+    if decode_request.hicache_restore_status.name == "FAILED":
+        # Without an output token the list arrives empty.
+        _tell(decode_request.req, FAILED_LOAD_KEY, True)  # noqa: FBT003
+
+
+_HOOKS: Final = ((compat.PREFILL, after_bootstrap), (compat.DECODE, after_load))
+
+
+def register() -> None:
+    """Register the hooks; the entry point that SGLang calls. Where a name is missing none is."""
+    if lacks := compat.missing():
+        # The worker warns, once; this runs in each of its processes.
+        logger.info("kvdelta: nothing is hooked: this SGLang lacks %s", ", ".join(lacks))
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    for touched, hook in _HOOKS:
+        HookRegistry.register(_target(touched), hook, HookType.AFTER)
+
+
+def is_loaded() -> bool:
+    """Whether both hooks are in place in this process."""
+    for touched, _ in _HOOKS:
+        owner = getattr(importlib.import_module(touched.module), touched.owner or "")
+        if not hasattr(getattr(owner, _target(touched).rpartition(".")[2]), "__wrapped__"):
+            return False
+    return True

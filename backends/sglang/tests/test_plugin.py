@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks on SGLang's own classes, and what happens where they do not fit."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.disaggregation import decode_hicache_mixin
+from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
+from sglang.srt.disaggregation.decode_hicache_mixin import DecodePrefixMatch, HiCacheRestoreResult
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from kvdelta_sglang import compat, plugin
+from kvdelta_sglang.compat import Touched
+from kvdelta_sglang.plugin import FAILED_LOAD_KEY, PREFIX_KEY
+from kvdelta_sglang.worker import ClaimWorker
+
+PAGE, PAGE_BYTES = 16, 2048
+
+
+@pytest.fixture
+def _loaded() -> None:
+    """Load the plugin as SGLang does; once is for the whole process."""
+    plugin.register()
+    HookRegistry.apply_hooks()
+
+
+class Sender:
+    """A sender that decode has told how much it holds."""
+
+    def __init__(self, told: int) -> None:
+        self.told, self.pages = told, 0
+
+    def pop_decode_prefix_len(self) -> int:
+        """As SGLang's."""
+        return self.told
+
+    def init(self, pages: int, _: int) -> None:
+        """As SGLang's."""
+        self.pages = pages
+
+
+def bootstrap(told: int, *, has_buffer: bool = True, **of_request: Any) -> SimpleNamespace:
+    """Finish the bootstrap of a request of 100 tokens with SGLang's own code."""
+    request = SimpleNamespace(
+        pending_bootstrap=True,
+        time_stats=SimpleNamespace(set_bootstrap_done_time=lambda: None),
+        disagg_kv_sender=Sender(told),
+        origin_input_ids=list(range(100)),
+        metadata_buffer_index=3 if has_buffer else -1,
+        customized_info=None,
+        **of_request,
+    )
+    queue = PrefillBootstrapQueue.__new__(PrefillBootstrapQueue)
+    queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(available_size=lambda: 0)
+    queue.scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE))
+    queue.kv_manager = SimpleNamespace(
+        kv_args=SimpleNamespace(page_size=PAGE, kv_item_lens=[PAGE_BYTES // 2, PAGE_BYTES // 2])
+    )
+    assert queue.finalize_bootstrap(request) is has_buffer
+    return request
+
+
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize("told", [0, 16, 96])
+def test_prefill_notes_what_decode_told_and_sends_what_it_would(told: int) -> None:
+    request = bootstrap(told)
+    assert request.customized_info == {PREFIX_KEY: [(told, told // PAGE * PAGE_BYTES)]}
+    assert request.start_send_idx == request.disagg_decode_prefix_len == told
+    assert request.disagg_kv_sender.pages == -(-(100 - told) // PAGE)
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_prefill_notes_nothing_before_the_end_of_the_bootstrap() -> None:
+    assert bootstrap(16, has_buffer=False).customized_info is None
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_what_others_put_there_stays() -> None:
+    info = {"theirs": [1]}
+    request = SimpleNamespace(customized_info=info, disagg_decode_prefix_len=0)
+    args = SimpleNamespace(page_size=PAGE, kv_item_lens=[])
+    plugin.after_bootstrap(True, SimpleNamespace(kv_manager=SimpleNamespace(kv_args=args)), request)  # noqa: FBT003
+    assert request.customized_info == {"theirs": [1], PREFIX_KEY: [(0, 0)]}
+    assert info == {"theirs": [1]}
+
+
+def load_back(monkeypatch: pytest.MonkeyPatch, promised: int, loaded: int) -> DecodeRequest:
+    """Have SGLang's own code load a prefix of which 16 tokens are on the device."""
+    on_device = torch.arange(16)
+    found = SimpleNamespace(device_indices=on_device, best_match_node=None, host_hit_length=promised - 16)
+    monkeypatch.setattr(decode_hicache_mixin, "match_prefix_for_req", lambda *_, **__: found)
+    request = SimpleNamespace(rid="r", origin_input_ids=[], customized_info=None, last_node=None)
+    match = DecodePrefixMatch(on_device, promised - 16, 0, None)
+    asked = DecodeRequest(req=request, kv_receiver=None, prefix_match=match)
+    receipt = SimpleNamespace(to_dec_params=lambda: None)
+    queue = DecodeTransferQueue.__new__(DecodeTransferQueue)
+    queue.tree_cache = SimpleNamespace(
+        init_load_back=lambda _: (torch.arange(loaded), "node"), inc_lock_ref=lambda _: receipt
+    )
+    queue._try_hicache_queue_load_back(asked)
+    return asked
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_decode_notes_a_promise_that_it_cannot_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = load_back(monkeypatch, promised=64, loaded=32)
+    assert asked.hicache_restore_status == HiCacheRestoreResult.FAILED
+    assert asked.req.customized_info == {FAILED_LOAD_KEY: [True]}
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_decode_notes_nothing_of_a_promise_that_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = load_back(monkeypatch, promised=64, loaded=48)
+    assert asked.hicache_restore_status == HiCacheRestoreResult.PENDING
+    assert asked.req.customized_info is None
+
+
+def test_what_is_wrong_in_a_hook_does_not_reach_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    plugin.after_bootstrap(True, SimpleNamespace(), SimpleNamespace())  # noqa: FBT003
+    plugin.after_load(False, None, SimpleNamespace())  # noqa: FBT003
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+
+
+def test_nothing_is_missing_here() -> None:
+    assert compat.missing() == ()
+
+
+@pytest.mark.parametrize(
+    ("touched", "said"),
+    [
+        (Touched("sglang.nowhere", "X", ()), "sglang.nowhere.X (No module named 'sglang.nowhere')"),
+        (
+            Touched("sglang.srt.disaggregation.prefill", "PrefillBootstrapQueue", ("gone",)),
+            "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.gone",
+        ),
+        (
+            Touched("sglang.srt.disaggregation.prefill", "PrefillBootstrapQueue", ("finalize_bootstrap(request)",)),
+            "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap(req) instead of",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(touched: Touched, said: str) -> None:
+    assert compat.missing((touched,))[0].startswith(said)
+
+
+def test_another_sglang_is_left_alone_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat, "missing", lambda: ("sglang.x.y",))
+    registered: list[object] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda *hook: registered.append(hook))
+    plugin.register()
+    assert registered == []
+    assert ClaimWorker().plain_reason == "this SGLang lacks sglang.x.y"
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.getMessage() == "kvdelta: transfers are SGLang's own: this SGLang lacks sglang.x.y"
+
+
+def test_a_plugin_that_sglang_did_not_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "is_loaded", lambda: False)
+    reason = compat.plain_reason()
+    assert reason is not None
+    assert "SGLANG_PLUGINS" in reason
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_with_all_there_claims_are_settled(caplog: pytest.LogCaptureFixture) -> None:
+    assert plugin.is_loaded()
+    assert ClaimWorker().plain_reason is None
+    assert not caplog.records
+
+
+MODEL = SimpleNamespace(attention_arch=SimpleNamespace(name="MHA"), is_hybrid_swa=False)
+RADIX = "--disaggregation-decode-enable-radix-cache is off"
+EVENTS = "--kv-events-config names no publisher"
+
+
+def capability(caplog: pytest.LogCaptureFixture, **asked: Any) -> tuple[dict[str, Any] | None, list[str]]:
+    """What a decode worker advertises, and what it warns of."""
+    of = {"disaggregation_decode_enable_radix_cache": True, "dcp_size": 1, "enable_lora": False}
+    events, indexer = asked.pop("events", True), asked.pop("indexer", True)
+    worker = ClaimWorker()
+    caplog.clear()
+    said = worker.capability(SimpleNamespace(**of | asked), MODEL, block_size=PAGE, events=events, indexer=indexer)
+    return said, [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.fixture
+def _plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda _: None)
+
+
+@pytest.mark.usefixtures("_loaded", "_plain_model")
+def test_a_decode_worker_on_which_claims_can_hold_advertises_it(caplog: pytest.LogCaptureFixture) -> None:
+    said, warnings = capability(caplog)
+    assert said == {"version": 1, "block_size": PAGE, "prefix_caching": True, "cache_groups": ["full_attention"]}
+    assert warnings == []
+
+
+@pytest.mark.usefixtures("_loaded", "_plain_model")
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"disaggregation_decode_enable_radix_cache": False}, [RADIX]),
+        ({"events": False}, [EVENTS]),
+        ({"disaggregation_decode_enable_radix_cache": False, "events": False}, [RADIX, EVENTS]),
+        ({"indexer": False}, ["--enable-local-indexer is off"]),
+        ({"dcp_size": 2}, ["decode context parallelism is on"]),
+        ({"enable_lora": True}, ["--enable-lora is on"]),
+    ],
+)
+def test_one_warning_names_the_options_that_are_wanting(
+    caplog: pytest.LogCaptureFixture, asked: dict[str, Any], named: list[str]
+) -> None:
+    said, (warning,) = capability(caplog, **asked)
+    assert said is None
+    assert all(name in warning for name in named)
+    assert (RADIX in warning) == (RADIX in named)
+
+
+@pytest.mark.parametrize(
+    ("arch", "swa", "mamba", "groups"),
+    [
+        ("MLA", False, None, ["mla_attention"]),
+        ("MHA", True, None, ["full_attention", "sliding_window"]),
+        ("MHA", False, object(), ["full_attention", "mamba"]),
+        ("SSM", False, object(), ["mamba", "mamba"]),
+        ("NEW", False, None, ["unknown"]),
+    ],
+)
+def test_a_models_cache_groups(
+    monkeypatch: pytest.MonkeyPatch,
+    arch: str,
+    swa: bool,  # noqa: FBT001
+    mamba: object,
+    groups: list[str],
+) -> None:
+    from kvdelta_sglang.worker import cache_groups  # noqa: PLC0415
+
+    monkeypatch.setattr("sglang.srt.configs.hybrid_arch.mambaish_config", lambda _: mamba)
+    model = SimpleNamespace(attention_arch=SimpleNamespace(name=arch), is_hybrid_swa=swa)
+    assert cache_groups(model) == groups
