@@ -8,16 +8,17 @@
 #![allow(missing_docs, reason = "a program")]
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use dynamo_kv_router::KvRouterConfig;
 use dynamo_mocker::common::protocols::MockerConfig;
 use dynamo_mocker::loadgen::TraceFileFormat;
 use dynamo_mocker::replay::{
-    OfflineDisaggReplayConfig, ReplayRouterMode, TraceSimulationReport,
+    OfflineDisaggReplayConfig, PerRequestRecord, ReplayRouterMode, TraceSimulationReport,
     simulate_trace_file_disagg_with_router_mode_and_format,
 };
 use serde::Serialize;
@@ -61,6 +62,10 @@ struct Options {
     /// Link of a decode worker, in 10^9 bytes a second.
     #[arg(long, value_name = "GB_PER_S", default_value_t = 12.5, value_parser = positive)]
     link: f64,
+    /// Write where each request went, a JSON line for each in the order of the trace, as `kvdelta replay --follow`
+    /// takes them; of one weight. No two requests may come at the same time.
+    #[arg(long, value_name = "FILE")]
+    choices: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -68,6 +73,20 @@ struct Options {
 
 /// The greatest number of workers, blocks, tokens or bytes.
 const COUNT_MAX: usize = 1_000_000_000;
+
+/// Where a request went.
+#[derive(Debug, Serialize)]
+struct Choice {
+    /// The decode worker.
+    decode: usize,
+    /// Blocks of the prompt that the router counted on it.
+    cached: usize,
+    /// Blocks that it had when the request came.
+    held: usize,
+    /// When it was chosen, and when all was done: milliseconds of the trace.
+    chosen_ms: f64,
+    ended_ms: f64,
+}
 
 /// What one weight did.
 #[derive(Debug, Serialize)]
@@ -114,6 +133,14 @@ fn count(text: &str) -> Result<usize, String> {
 
 fn main() -> Result<()> {
     let options = Options::parse();
+    if options.choices.is_some() && options.weights.len() != 1 {
+        Options::command()
+            .error(
+                ErrorKind::ArgumentConflict,
+                "--choices takes one of --weights",
+            )
+            .exit();
+    }
     let unpacked = unpacked(&options.trace)?;
     let trace = unpacked
         .as_ref()
@@ -124,6 +151,10 @@ fn main() -> Result<()> {
         let report = replay(&options, trace, weight)
             .with_context(|| format!("{} at weight {weight}", options.trace.display()))?;
         rows.push(row(&options, weight, &report)?);
+        if let Some(path) = &options.choices {
+            write_choices(path, &choices(&report, options.block_size)?)
+                .with_context(|| format!("--choices: cannot write {}", path.display()))?;
+        }
     }
     if options.json {
         println!("{}", serde_json::to_string_pretty(&rows)?);
@@ -189,6 +220,40 @@ fn replay(options: &Options, trace: &Path, weight: f64) -> Result<TraceSimulatio
         None,
         Default::default(),
     )
+}
+
+/// Where each request went. The records are in the order of arrival, and tell no line of the trace.
+fn choices(report: &TraceSimulationReport, block_size: usize) -> Result<Vec<Choice>> {
+    let records = &report.per_request;
+    let same = records
+        .windows(2)
+        .find(|pair| pair[0].arrival_time_ms >= pair[1].arrival_time_ms);
+    if let Some([first, _]) = same {
+        let at_ms = first.arrival_time_ms;
+        bail!("--choices: two requests come at {at_ms} ms, and nothing tells which is which");
+    }
+    let choice = |record: &PerRequestRecord| {
+        Some(Choice {
+            decode: record.decode_worker_idx?,
+            cached: record.decode_route_overlap_tokens? / block_size,
+            held: record.decode_reused_input_tokens? / block_size,
+            chosen_ms: record.destination_reserved_ms?,
+            ended_ms: record.terminal_time_ms,
+        })
+    };
+    let all = records.iter().map(|record| {
+        choice(record).with_context(|| format!("request {} lacks its route", record.uuid))
+    });
+    all.collect()
+}
+
+fn write_choices(path: &Path, choices: &[Choice]) -> io::Result<()> {
+    let mut file = io::BufWriter::new(File::create(path)?);
+    for choice in choices {
+        serde_json::to_writer(&mut file, choice)?;
+        file.write_all(b"\n")?;
+    }
+    file.flush()
 }
 
 fn row(options: &Options, weight: f64, report: &TraceSimulationReport) -> Result<Row> {
