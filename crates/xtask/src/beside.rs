@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use crate::cache::{Cache, members, project_root};
 use crate::command::{logged, output};
@@ -121,143 +121,132 @@ fn is_near(real: u64, least: u64, most: u64) -> bool {
     real >= least as f64 * (1.0 - TOLERANCE) && real <= most as f64 * (1.0 + TOLERANCE)
 }
 
-/// The size of a made trace for both simulations.
+/// Weights: Dynamo chooses by the first one; by the second one some of these choices must be wrong.
+const WEIGHT: &str = "2";
+const OTHER_WEIGHT: &str = "0.25";
+/// The fleet of both simulations.
+const FLEET: [&str; 4] = ["--prefill", "4", "--decode", "4"];
+/// A fleet in which only decode takes time, a tenth of a millisecond a token.
+const TIMES: [&str; 8] = [
+    "--prefill-rate",
+    "inf",
+    "--link",
+    "inf",
+    "--itl",
+    "0.1",
+    "--itl-per-token",
+    "0",
+];
+const TOKENS_A_MS: f64 = 10.0;
+/// Choices that must be alike where requests meet; the two free memory in another order, and requests end a little
+/// earlier or later.
+const ALIKE: f64 = 0.98;
+
+/// The size of a made trace.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     requests: usize,
     /// Between two requests.
     gap_ms: usize,
-    /// Each so many-th request is the only one of its conversation and runs to the end of the trace; 0: none.
-    long_every: usize,
-    /// Tokens of the answers of those.
-    long_tokens: usize,
-    /// Tokens of other answers.
+    /// Tokens of an answer.
     answer_tokens: usize,
+    /// Each so many-th request is the only one of its conversation, with an answer of `long_tokens`; 0: none.
+    long_every: usize,
+    long_tokens: usize,
     /// Blocks of each worker.
     capacity: usize,
 }
 
-/// Requests that come when those before have ended, all but some that never do: so what the router sees does not depend
-/// on how long anything takes. Their prompts are of whole blocks, of which each simulation counts as many.
+/// Requests that come when those before have ended, all but some that never do: so what a router sees does not depend
+/// on how long anything takes.
 const APART: Shape = Shape {
     requests: 200,
-    gap_ms: 700,
-    long_every: 12,
-    long_tokens: 40_000,
+    gap_ms: 2000,
     answer_tokens: 20,
+    long_every: 12,
+    long_tokens: 100_000,
     capacity: ROOMY_BLOCKS,
 };
-/// Requests as they come, several at once, on workers that are too small for all of them.
+/// Requests that meet, on workers that are too small for all of them.
 const TOGETHER: Shape = Shape {
-    requests: 600,
-    gap_ms: 250,
+    requests: 1000,
+    gap_ms: 150,
+    answer_tokens: 300,
     long_every: 0,
     long_tokens: 0,
-    answer_tokens: 300,
-    capacity: 160,
+    capacity: 250,
 };
 
 /// Tokens of a block.
 const BLOCK_TOKENS: usize = 512;
 /// Blocks of the prompts with which conversations begin.
 const SYSTEM_BLOCKS: [usize; 3] = [2, 4, 8];
-/// Tokens that a turn adds at most, and at least.
-const TURN_TOKENS: std::ops::Range<usize> = 200..1900;
+/// Blocks that a turn adds. Prompts are of whole blocks: of one begun the routers book different counts.
+const TURN_BLOCKS: std::ops::RangeInclusive<usize> = 1..=5;
 /// A conversation of more ends.
-const LONGEST_TOKENS: usize = 12 * BLOCK_TOKENS;
+const LONGEST_TOKENS: usize = 16 * BLOCK_TOKENS;
 /// The share of requests with which a conversation begins.
-const BEGINNINGS: f64 = 0.35;
-/// Blocks that a long request adds at most.
-const LONG_BLOCKS: usize = 5;
-/// The weight at which both choose, and one at which some of these choices must be wrong.
-const WEIGHT: &str = "2";
-const OTHER_WEIGHT: &str = "0.25";
-const DECODE_WORKERS: &str = "4";
-const PREFILL_WORKERS: &str = "4";
+const BEGINNINGS: f64 = 0.3;
 const SEED: u64 = 1;
 
-/// A conversation: a number for each block, and its tokens.
-#[derive(Debug, Clone, Default)]
-struct Spoken {
-    blocks: Vec<usize>,
-    tokens: usize,
-}
-
-impl Spoken {
-    /// With `tokens` more; blocks that become whole get new numbers.
-    fn grown(&self, tokens: usize, next: &mut usize) -> Self {
-        let mut grown = self.clone();
-        grown.tokens += tokens;
-        while grown.blocks.len() < grown.tokens / BLOCK_TOKENS {
-            grown.blocks.push(*next);
-            *next += 1;
-        }
-        grown
-    }
+/// A request, as a line of Mooncake's format.
+#[derive(Debug, Clone, Serialize)]
+struct Request {
+    timestamp: f64,
+    input_length: usize,
+    output_length: usize,
+    hash_ids: Vec<usize>,
 }
 
 impl Shape {
-    /// A trace in Mooncake's format: conversations that begin with one of few prompts.
-    fn trace(self, seed: u64) -> String {
-        let mut random = fastrand::Rng::with_seed(seed);
-        let mut next = 0;
-        let system =
-            SYSTEM_BLOCKS.map(|blocks| Spoken::default().grown(blocks * BLOCK_TOKENS, &mut next));
-        let mut open: Vec<Spoken> = Vec::new();
-        let mut lines = String::new();
+    /// Conversations that begin with one of few prompts.
+    fn requests(self) -> Vec<Request> {
+        let mut random = fastrand::Rng::with_seed(SEED);
+        let mut ids = 0..;
+        let system = SYSTEM_BLOCKS.map(|blocks| ids.by_ref().take(blocks).collect::<Vec<_>>());
+        let mut open: Vec<Vec<usize>> = Vec::new();
+        let mut requests = Vec::new();
         for number in 0..self.requests {
             let is_long = self.long_every > 0 && number % self.long_every == self.long_every - 1;
-            let begins = is_long || open.is_empty() || random.f64() < BEGINNINGS;
-            let before = if begins {
+            let mut blocks = if is_long || open.is_empty() || random.f64() < BEGINNINGS {
                 system[random.usize(..system.len())].clone()
             } else {
                 open.swap_remove(random.usize(..open.len()))
             };
-            let mut added = random.usize(TURN_TOKENS);
-            if is_long {
-                added = random.usize(1..=LONG_BLOCKS) * BLOCK_TOKENS;
-            } else if (before.tokens + added).is_multiple_of(BLOCK_TOKENS) {
-                // The block of the last token is not looked up here, but by Dynamo.
-                added += 1;
+            // Behind an answer, of which it has no block, a turn goes on with new ones.
+            blocks.extend(ids.by_ref().take(random.usize(TURN_BLOCKS)));
+            let input_length = blocks.len() * BLOCK_TOKENS;
+            if !is_long && input_length < LONGEST_TOKENS {
+                open.push(blocks.clone());
             }
-            let prompt = before.grown(added, &mut next);
-            let mut ids = prompt.blocks.clone();
-            if ids.len() < prompt.tokens.div_ceil(BLOCK_TOKENS) {
-                ids.push(next);
-                next += 1;
-            }
-            let answer_tokens = if is_long {
-                self.long_tokens
-            } else {
-                self.answer_tokens
-            };
-            let line = serde_json::json!({
-                "timestamp": number * self.gap_ms,
-                "input_length": prompt.tokens,
-                "output_length": answer_tokens,
-                "hash_ids": ids,
+            requests.push(Request {
+                timestamp: (number * self.gap_ms) as f64,
+                input_length,
+                output_length: if is_long {
+                    self.long_tokens
+                } else {
+                    self.answer_tokens
+                },
+                hash_ids: blocks,
             });
-            lines.push_str(&format!("{line}\n"));
-            if !is_long && prompt.tokens < LONGEST_TOKENS {
-                open.push(prompt.grown(answer_tokens, &mut next));
-            }
         }
-        lines
+        requests
     }
 }
 
-/// Where Dynamo's simulation sent a request.
-#[derive(Debug, Deserialize)]
+/// Where Dynamo's simulation sent a request, and when.
+#[derive(Debug, Clone, Deserialize, Serialize)]
 struct Sent {
+    decode: usize,
     cached: usize,
-    held: usize,
+    chosen_ms: f64,
+    ended_ms: f64,
 }
 
 /// What `kvdelta replay` says of that choice.
 #[derive(Debug, Deserialize)]
 struct Judged {
     cached: usize,
-    held: usize,
     cheapest: usize,
     is_cheapest: bool,
 }
@@ -268,145 +257,282 @@ struct Agreement {
     /// Requests for which one worker costs least, and those of them that Dynamo sent there.
     decided: usize,
     decided_alike: usize,
-    /// Requests for which several cost least, and those that went to one of them.
+    /// Requests for which several cost least, and those that Dynamo sent to one of them.
     drawn: usize,
     drawn_alike: usize,
-    /// Requests of which both routers count as many blocks at the worker, and of which both workers had as many.
+    /// Requests of which both routers count as many blocks at the worker.
     cached_alike: usize,
-    held_alike: usize,
 }
 
 impl Agreement {
-    fn of(sent: &[Sent], judged: &[Judged]) -> Result<Self> {
-        ensure!(
-            sent.len() == judged.len(),
-            "{} choices of {} requests",
-            sent.len(),
-            judged.len()
-        );
+    fn of(sent: &[Sent], judged: &[Judged]) -> Self {
         let mut all = Self::default();
         for (sent, judged) in sent.iter().zip(judged) {
-            let alike = usize::from(judged.is_cheapest);
-            if judged.cheapest == 1 {
-                all.decided += 1;
-                all.decided_alike += alike;
-            } else {
-                all.drawn += 1;
-                all.drawn_alike += alike;
-            }
+            let (count, alike) = match judged.cheapest {
+                1 => (&mut all.decided, &mut all.decided_alike),
+                _ => (&mut all.drawn, &mut all.drawn_alike),
+            };
+            *count += 1;
+            *alike += usize::from(judged.is_cheapest);
             all.cached_alike += usize::from(sent.cached == judged.cached);
-            all.held_alike += usize::from(sent.held == judged.held);
         }
-        Ok(all)
+        all
     }
 
-    fn is_whole(&self) -> bool {
+    /// The least of the three shares that are alike.
+    fn share(&self) -> f64 {
+        let share = |alike: usize, all: usize| alike as f64 / all.max(1) as f64;
         let all = self.decided + self.drawn;
-        self.decided_alike == self.decided
-            && self.drawn_alike == self.drawn
-            && [self.cached_alike, self.held_alike] == [all; 2]
+        [
+            share(self.decided_alike, self.decided),
+            share(self.decided_alike + self.drawn_alike, all),
+            share(self.cached_alike, all),
+        ]
+        .into_iter()
+        .fold(1.0, f64::min)
     }
 }
 
 impl fmt::Display for Agreement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let all = self.decided + self.drawn;
         write!(
             f,
-            "{} of {} choices with one best alike, {} of {} among several; equal overlap {} and equal hits {} of {all}",
-            self.decided_alike,
-            self.decided,
-            self.drawn_alike,
-            self.drawn,
-            self.cached_alike,
-            self.held_alike
+            "{} of {} choices with one best and {} of {} with several alike, overlap alike in {}",
+            self.decided_alike, self.decided, self.drawn_alike, self.drawn, self.cached_alike,
         )
     }
 }
 
-/// Sends made requests through Dynamo's simulation, lets `kvdelta replay` follow its choices, and fails where the two
-/// choose otherwise although nothing may tell them apart.
+/// Sends made requests through Dynamo's simulation and lets `kvdelta replay` follow its choices; fails where it would
+/// have chosen otherwise.
 pub(crate) fn simulation(cache: &Cache) -> Result<()> {
-    let programs = [frontend::example(cache, "fleet_replay")?, program(cache)?];
-    let apart = Both::run(cache, &programs, APART, WEIGHT)?;
-    say(format!("requests apart: {apart}"));
+    let dynamo = frontend::example(cache, "fleet_replay")?;
+    let kvdelta = program(cache)?;
+    let folder = tempfile::tempdir_in(cache.folder("runs")?)?;
+    let both = Both {
+        dynamo: &dynamo,
+        kvdelta: &kvdelta,
+        folder: folder.path(),
+    };
+
+    let requests = APART.requests();
+    let (sent, by_dynamo) = both.sent(APART, &requests)?;
+    let (apart, by_us) = both.judged(APART, WEIGHT, &[], &requests, &sent)?;
+    say(format!(
+        "apart: {apart}; {by_dynamo:.4} saved by Dynamo's count, {by_us:.4} by ours"
+    ));
     ensure!(
-        apart.agreement.is_whole() && apart.agreement.decided > APART.requests / 2,
-        "of requests that do not meet each choice must be alike: {apart}"
+        apart.decided > APART.requests / 2 && apart.share() == 1.0,
+        "of requests that do not meet, each choice must be alike: {apart}"
     );
-    let control = Both::run(cache, &programs, APART, OTHER_WEIGHT)?;
     ensure!(
-        control.agreement.decided_alike < control.agreement.decided,
-        "weight {OTHER_WEIGHT} must not choose as {WEIGHT} does: {control}"
+        (by_dynamo - by_us).abs() < 1e-6,
+        "the same choices must save the same: {by_dynamo} and {by_us}"
     );
-    // How long things take differs, and with it who is there when another comes: nothing to hold it to.
-    let together = Both::run(cache, &programs, TOGETHER, WEIGHT)?;
-    say(format!("requests at once, with eviction: {together}"));
+    let (other, _) = both.judged(APART, OTHER_WEIGHT, &[], &requests, &sent)?;
+    ensure!(
+        other.decided_alike < other.decided,
+        "weight {OTHER_WEIGHT} must not choose as {WEIGHT} does: {other}"
+    );
+
+    let requests = TOGETHER.requests();
+    let (sent, by_dynamo) = both.sent(TOGETHER, &requests)?;
+    let (timed, order) = timed(&requests, &sent);
+    let (together, by_us) = both.judged(TOGETHER, WEIGHT, &TIMES, &timed, &order)?;
+    say(format!(
+        "together, each at its worker as long as in Dynamo's: {together}; {by_dynamo:.4} saved by Dynamo's count, \
+         {by_us:.4} by ours"
+    ));
+    ensure!(
+        together.share() >= ALIKE,
+        "where only times are given, nearly all choices must be alike: {together}"
+    );
+    // Of what takes how long the two have ideas of their own: nothing to hold it to.
+    let (own, by_us) = both.judged(TOGETHER, WEIGHT, &[], &requests, &sent)?;
+    say(format!(
+        "together, times by kvdelta replay: {own}; {by_us:.4} saved by ours"
+    ));
     Ok(())
 }
 
-/// What the two made of a trace.
+/// The requests as they came to decode, in that order, each with an answer as long as it was there by [`TIMES`].
+fn timed(requests: &[Request], sent: &[Sent]) -> (Vec<Request>, Vec<Sent>) {
+    let mut both: Vec<(&Request, &Sent)> = requests.iter().zip(sent).collect();
+    both.sort_by(|(_, left), (_, right)| left.chosen_ms.total_cmp(&right.chosen_ms));
+    let timed = both.iter().map(|(request, sent)| {
+        let tokens = (sent.ended_ms - sent.chosen_ms) * TOKENS_A_MS;
+        Request {
+            timestamp: sent.chosen_ms,
+            output_length: whole(tokens).max(1),
+            ..(*request).clone()
+        }
+    });
+    let order = both.iter().map(|(_, sent)| (*sent).clone());
+    (timed.collect(), order.collect())
+}
+
+/// A time in whole tokens.
+fn whole(tokens: f64) -> usize {
+    format!("{tokens:.0}").parse().unwrap_or_default()
+}
+
+/// The two simulations.
 #[derive(Debug)]
-struct Both {
-    agreement: Agreement,
-    /// Shares saved: by Dynamo, by the same choices here, by own choices.
-    saved: [f64; 3],
+struct Both<'a> {
+    dynamo: &'a Path,
+    kvdelta: &'a Path,
+    folder: &'a Path,
 }
 
-impl fmt::Display for Both {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [dynamo, followed, own] = self.saved.map(|share| share * 100.0);
-        let Self { agreement, .. } = self;
-        write!(
-            f,
-            "{agreement}; saved {dynamo:.1}% by Dynamo's, {followed:.1}% by its choices here, {own:.1}% by own choices"
-        )
+impl Both<'_> {
+    /// What Dynamo does with the requests, and the share that it saves.
+    fn sent(&self, shape: Shape, requests: &[Request]) -> Result<(Vec<Sent>, f64)> {
+        let (trace, sent) = (self.folder.join("trace"), self.folder.join("sent"));
+        write_lines(&trace, requests)?;
+        let mut command = Command::new(self.dynamo);
+        command
+            .args(FLEET)
+            .args(["--capacity", &shape.capacity.to_string()])
+            .args(["--weights", WEIGHT, "--json", "--trace"])
+            .arg(&trace)
+            .arg("--choices")
+            .arg(&sent);
+        let rows: Vec<DynamoRow> = serde_json::from_str(&output(command)?)?;
+        let row = rows.first().context("no row of Dynamo's replay")?;
+        Ok((lines(&sent, requests.len())?, row.saved_share))
     }
-}
 
-impl Both {
-    /// Dynamo chooses with [`WEIGHT`], `kvdelta replay` judges with `weight`.
-    fn run(
-        cache: &Cache,
-        [dynamo, kvdelta]: &[PathBuf; 2],
+    /// What `kvdelta replay` says of these choices, and the share that it saves by them.
+    fn judged(
+        &self,
         shape: Shape,
         weight: &str,
-    ) -> Result<Self> {
-        let folder = tempfile::tempdir_in(cache.folder("runs")?)?;
-        let file = |name: &str| folder.path().join(name);
-        let (trace, sent, judged) = (file("trace"), file("sent"), file("judged"));
-        fs::write(&trace, shape.trace(SEED))?;
+        times: &[&str],
+        requests: &[Request],
+        sent: &[Sent],
+    ) -> Result<(Agreement, f64)> {
+        let file = |name: &str| self.folder.join(name);
+        let (trace, follow, judged) = (file("trace"), file("follow"), file("judged"));
+        write_lines(&trace, requests)?;
+        write_lines(&follow, sent)?;
+        let paths = [&follow, &judged].map(|path| path.to_string_lossy().into_owned());
         let capacity = shape.capacity.to_string();
-        let fleet = [
-            ("--prefill", PREFILL_WORKERS),
-            ("--decode", DECODE_WORKERS),
-            ("--capacity", &capacity),
-        ];
-        let fleet = fleet.map(|(name, value)| [name, value]).concat();
-        let mut command = Command::new(dynamo);
-        command.arg("--trace").arg(&trace).args(&fleet);
-        command.args(["--weights", WEIGHT, "--json", "--choices"]);
-        command.arg(&sent);
-        let rows: Vec<DynamoRow> = serde_json::from_str(&output(command)?)?;
-        let own = ["--policy", "overlap", "--weight", weight];
-        let own = [&fleet[..], &own].concat();
-        let paths = [&sent, &judged].map(|path| path.to_string_lossy().into_owned());
+        let policy = ["--policy", "overlap", "--weight", weight];
         let files = ["--follow", &paths[0], "--choices", &paths[1]];
-        let followed = replay(kvdelta, &trace, &[&own[..], &files].concat())?;
-        let dynamo = rows.first().context("no row of Dynamo's replay")?;
-        Ok(Self {
-            agreement: Agreement::of(&lines(&sent)?, &lines(&judged)?)?,
-            saved: [
-                dynamo.saved_share,
-                followed.saved_share,
-                replay(kvdelta, &trace, &own)?.saved_share,
-            ],
-        })
+        let arguments = [&FLEET, times, &["--capacity", &capacity], &policy, &files];
+        let row = replay(self.kvdelta, &trace, &arguments.concat())?;
+        let judged = lines(&judged, requests.len())?;
+        Ok((Agreement::of(sent, &judged), row.saved_share))
     }
 }
 
-fn lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
-    let text = fs::read_to_string(path)?;
-    let lines = text.lines().map(serde_json::from_str);
-    lines.collect::<Result<_, _>>().context("a line of choices")
+fn write_lines(path: &Path, lines: &[impl Serialize]) -> Result<()> {
+    let mut text = String::new();
+    for line in lines {
+        text.push_str(&serde_json::to_string(line)?);
+        text.push('\n');
+    }
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// The lines of a file, of which there must be so many.
+fn lines<T: DeserializeOwned>(path: &Path, count: usize) -> Result<Vec<T>> {
+    let text =
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let lines: Vec<T> = text
+        .lines()
+        .map(serde_json::from_str)
+        .collect::<Result<_, _>>()
+        .with_context(|| format!("{} cannot be understood", path.display()))?;
+    ensure!(
+        lines.len() == count,
+        "{}: {} lines of {count}",
+        path.display(),
+        lines.len()
+    );
+    Ok(lines)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn five_percent_beside_the_range_is_near() {
+        for (real, is) in [
+            (94, false),
+            (95, true),
+            (150, true),
+            (210, true),
+            (211, false),
+        ] {
+            assert_eq!(is_near(real, 100, 200), is, "{real}");
+        }
+    }
+
+    #[test]
+    fn agreement_is_the_least_share() {
+        let sent = |cached| Sent {
+            decode: 0,
+            cached,
+            chosen_ms: 0.0,
+            ended_ms: 1.0,
+        };
+        let judged = |cheapest, is_cheapest| Judged {
+            cached: 3,
+            cheapest,
+            is_cheapest,
+        };
+        let all = [judged(1, true), judged(1, false), judged(2, true)];
+        let agreement = Agreement::of(&[sent(3), sent(3), sent(2)], &all);
+        assert_eq!(
+            agreement,
+            Agreement {
+                decided: 2,
+                decided_alike: 1,
+                drawn: 1,
+                drawn_alike: 1,
+                cached_alike: 2,
+            }
+        );
+        assert_eq!(agreement.share(), 0.5);
+        assert_eq!(Agreement::of(&[sent(3)], &all[..1]).share(), 1.0);
+    }
+
+    #[test]
+    fn requests_get_the_times_that_they_had_at_decode() {
+        let requests = Shape {
+            requests: 2,
+            ..APART
+        }
+        .requests();
+        let at = |chosen_ms, ended_ms| Sent {
+            decode: 0,
+            cached: 0,
+            chosen_ms,
+            ended_ms,
+        };
+        let (timed, order) = timed(&requests, &[at(9.0, 12.5), at(4.0, 4.0)]);
+        let times: Vec<_> = timed
+            .iter()
+            .map(|one| (one.timestamp, one.output_length))
+            .collect();
+        assert_eq!(times, [(4.0, 1), (9.0, 35)]);
+        assert_eq!(timed[0].hash_ids, requests[1].hash_ids);
+        assert_eq!(order[0].chosen_ms, 4.0);
+    }
+
+    #[test]
+    fn a_made_trace_is_the_same_each_time_and_shares_prefixes() {
+        let [first, again] = [APART, APART].map(|shape| {
+            let requests = shape.requests();
+            requests
+                .into_iter()
+                .map(|one| one.hash_ids)
+                .collect::<Vec<_>>()
+        });
+        assert_eq!(first, again);
+        let shared = first.iter().filter(|ids| ids[0] == first[0][0]).count();
+        assert!(shared > 10 && shared < first.len(), "{shared}");
+    }
 }

@@ -71,6 +71,10 @@ struct Options {
     json: bool,
 }
 
+/// In place of weight 0. Added to a whole number of blocks it changes no cost, and so no choice; but the router then
+/// counts what each worker has.
+const COUNTED: f64 = f64::MIN_POSITIVE;
+
 /// The greatest number of workers, blocks, tokens or bytes.
 const COUNT_MAX: usize = 1_000_000_000;
 
@@ -81,9 +85,7 @@ struct Choice {
     decode: usize,
     /// Blocks of the prompt that the router counted on it.
     cached: usize,
-    /// Blocks that it had when the request came.
-    held: usize,
-    /// When it was chosen, and when all was done: milliseconds of the trace.
+    /// When it was chosen, and when all was done: milliseconds.
     chosen_ms: f64,
     ended_ms: f64,
 }
@@ -93,7 +95,7 @@ struct Choice {
 struct Row {
     weight: f64,
     requests: usize,
-    /// Bytes if every prompt travelled whole.
+    /// Bytes if every prompt travelled whole, and of the blocks that did; the last one begun is one.
     full_bytes: f64,
     moved_bytes: f64,
     saved_share: f64,
@@ -205,7 +207,7 @@ fn replay(options: &Options, trace: &Path, weight: f64) -> Result<TraceSimulatio
             num_decode_workers: options.decode,
         },
         Some(KvRouterConfig {
-            decode_overlap_score_weight: Some(weight),
+            decode_overlap_score_weight: Some(weight.max(COUNTED)),
             ..Default::default()
         }),
         None,
@@ -236,8 +238,8 @@ fn choices(report: &TraceSimulationReport, block_size: usize) -> Result<Vec<Choi
         Some(Choice {
             decode: record.decode_worker_idx?,
             cached: record.decode_route_overlap_tokens? / block_size,
-            held: record.decode_reused_input_tokens? / block_size,
-            chosen_ms: record.destination_reserved_ms?,
+            // When prefill is done. The worker takes it between two of its steps.
+            chosen_ms: record.source_held_ms?,
             ended_ms: record.terminal_time_ms,
         })
     };
@@ -257,22 +259,23 @@ fn write_choices(path: &Path, choices: &[Choice]) -> io::Result<()> {
 }
 
 fn row(options: &Options, weight: f64, report: &TraceSimulationReport) -> Result<Row> {
-    let bytes_a_ms = options.link * 1e6;
-    let (mut full_bytes, mut moved_bytes) = (0.0, 0.0);
+    let (mut full_blocks, mut moved_blocks) = (0.0, 0.0);
     let mut requests = vec![0.0_f64; options.decode];
     let mut changes = Vec::new();
     for record in &report.per_request {
-        let (Some(worker), Some(reserved_ms), Some(activated_ms)) = (
+        let (Some(worker), Some(reserved_ms), Some(overlap_tokens)) = (
             record.decode_worker_idx,
             record.destination_reserved_ms,
-            record.destination_activated_ms,
+            record.decode_route_overlap_tokens,
         ) else {
             bail!("request {} never reached a decode worker", record.uuid);
         };
         let blocks = record.input_length.div_ceil(options.block_size);
-        full_bytes += (blocks * options.block_size) as f64 * options.token_bytes as f64;
-        // The replay's transfer takes as long as the missing blocks need on the link.
-        moved_bytes += (activated_ms - reserved_ms) * bytes_a_ms;
+        // What the router counts is what the worker has: its events come at once. The time until it has the rest
+        // would say too much, since it waits for the end of a step. The block of the last token always travels.
+        let held = overlap_tokens.min(record.input_length.saturating_sub(1)) / options.block_size;
+        full_blocks += blocks as f64;
+        moved_blocks += (blocks - held) as f64;
         requests[worker] += 1.0;
         changes.push((reserved_ms, worker, blocks as f64));
         changes.push((record.terminal_time_ms, worker, -(blocks as f64)));
@@ -288,13 +291,14 @@ fn row(options: &Options, weight: f64, report: &TraceSimulationReport) -> Result
             unevenness += max_over_mean(&load);
         }
     }
+    let block_bytes = (options.block_size * options.token_bytes) as f64;
     let itl = &report.latency.itl.distribution;
     Ok(Row {
         weight,
         requests: report.per_request.len(),
-        full_bytes,
-        moved_bytes,
-        saved_share: 1.0 - moved_bytes / full_bytes,
+        full_bytes: full_blocks * block_bytes,
+        moved_bytes: moved_blocks * block_bytes,
+        saved_share: 1.0 - moved_blocks / full_blocks,
         load_max_over_mean: unevenness / report.per_request.len() as f64,
         requests_max_over_mean: max_over_mean(&requests),
         ttft_median_ms: report.latency.ttft.median_ms,
