@@ -140,7 +140,7 @@ const TIMES: [&str; 8] = [
 const TOKENS_A_MS: f64 = 10.0;
 /// Choices that must be alike where requests meet; the two free memory in another order, and requests end a little
 /// earlier or later.
-const ALIKE: f64 = 0.98;
+const ALIKE: f64 = 0.97;
 
 /// The size of a made trace.
 #[derive(Debug, Clone, Copy)]
