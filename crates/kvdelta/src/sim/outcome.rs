@@ -45,6 +45,24 @@ pub(crate) struct Outcome {
     pub(crate) ttft_ms: Percentiles,
     /// Mean time between the tokens of a request: milliseconds.
     pub(crate) itl_ms: Percentiles,
+    /// Where each request went.
+    #[serde(skip)]
+    pub(crate) chosen: Vec<Chosen>,
+}
+
+/// Where a request went, and why.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Chosen {
+    /// The decode worker.
+    pub(crate) decode: usize,
+    /// Blocks of the prompt that the index said of it when it was chosen.
+    pub(crate) cached: usize,
+    /// Blocks that it had when the request came.
+    pub(crate) held: usize,
+    /// Workers that cost the policy as little as any; 0: all were refused.
+    pub(crate) cheapest: usize,
+    /// Whether `decode` is one of them: where a choice is followed, whether the policy might have made it.
+    pub(crate) is_cheapest: bool,
 }
 
 /// Where a half, nine tenths and so on of the values lie; `None`: there are none.

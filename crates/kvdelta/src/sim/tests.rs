@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::cache::Cache;
 use super::settings::BadSetting;
-use super::{Policy, Settings, run};
+use super::{Outcome, Policy, Settings};
 use crate::trace::{Node, Synthetic, Trace};
 
 pub(super) fn settings() -> Settings {
@@ -51,6 +51,10 @@ fn made(requests: usize, per_second: f64) -> Trace {
         seed: 1,
     }
     .trace()
+}
+
+fn run(trace: &Trace, settings: &Settings, policy: Policy) -> Result<Outcome, BadSetting> {
+    super::run(trace, settings, policy, None)
 }
 
 fn weight(weight: f64) -> Weight {
@@ -432,6 +436,20 @@ impl NaiveCache {
             let block = self.blocks.get_mut(node).unwrap();
             *block = (block.0 - 1, self.time);
         }
+    }
+}
+
+#[test]
+fn who_follows_its_own_choices_might_have_made_each() {
+    let trace = made(800);
+    for policy in [Policy::Load, Policy::Overlap(weight(2.0))] {
+        let own = run(&trace, &settings(), policy).unwrap();
+        assert_eq!(own.overloaded, 0);
+        assert!(own.chosen.iter().all(|one| one.is_cheapest));
+        assert!(own.chosen.iter().any(|one| one.cheapest == 1));
+        let follow: Vec<usize> = own.chosen.iter().map(|one| one.decode).collect();
+        let again = super::run(&trace, &settings(), policy, Some(&follow)).unwrap();
+        assert_eq!(own, again, "{policy:?}");
     }
 }
 
