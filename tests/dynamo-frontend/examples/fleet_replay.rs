@@ -135,13 +135,8 @@ fn count(text: &str) -> Result<usize, String> {
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    if options.choices.is_some() && options.weights.len() != 1 {
-        Options::command()
-            .error(
-                ErrorKind::ArgumentConflict,
-                "--choices takes one of --weights",
-            )
-            .exit();
+    if let Err(error) = check(&options) {
+        error.exit();
     }
     let unpacked = unpacked(&options.trace)?;
     let trace = unpacked
@@ -162,6 +157,15 @@ fn main() -> Result<()> {
         println!("{}", serde_json::to_string_pretty(&rows)?);
     } else {
         table(&rows);
+    }
+    Ok(())
+}
+
+/// Whether the options fit each other.
+fn check(options: &Options) -> Result<(), clap::Error> {
+    if options.choices.is_some() && options.weights.len() != 1 {
+        let why = "--choices takes one of --weights";
+        return Err(Options::command().error(ErrorKind::ArgumentConflict, why));
     }
     Ok(())
 }
@@ -227,11 +231,7 @@ fn replay(options: &Options, trace: &Path, weight: f64) -> Result<TraceSimulatio
 /// Where each request went. The records are in the order of arrival, and tell no line of the trace.
 fn choices(report: &TraceSimulationReport, block_size: usize) -> Result<Vec<Choice>> {
     let records = &report.per_request;
-    let same = records
-        .windows(2)
-        .find(|pair| pair[0].arrival_time_ms >= pair[1].arrival_time_ms);
-    if let Some([first, _]) = same {
-        let at_ms = first.arrival_time_ms;
+    if let Some(at_ms) = shared_time(records.iter().map(|record| record.arrival_time_ms)) {
         bail!("--choices: two requests come at {at_ms} ms, and nothing tells which is which");
     }
     let choice = |record: &PerRequestRecord| {
@@ -247,6 +247,15 @@ fn choices(report: &TraceSimulationReport, block_size: usize) -> Result<Vec<Choi
         choice(record).with_context(|| format!("request {} lacks its route", record.uuid))
     });
     all.collect()
+}
+
+/// The first time that the next one does not pass.
+fn shared_time(mut times: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut last = times.next()?;
+    times.find_map(|time| {
+        let before = std::mem::replace(&mut last, time);
+        (before >= time).then_some(before)
+    })
 }
 
 fn write_choices(path: &Path, choices: &[Choice]) -> io::Result<()> {
@@ -342,6 +351,17 @@ mod tests {
     fn uneven_load_is_the_fullest_worker_over_the_mean() {
         assert_eq!(max_over_mean(&[3.0, 0.0, 0.0]), 3.0);
         assert_eq!(max_over_mean(&[2.0, 2.0]), 1.0);
+    }
+
+    #[test]
+    fn choices_are_of_one_weight_and_of_requests_that_can_be_told_apart() {
+        for (weights, is_good) in [("--weights=2", true), ("--weights=0,2", false)] {
+            let arguments = ["replay", "--trace=t", "--choices=c", weights];
+            let options = Options::try_parse_from(arguments).unwrap();
+            assert_eq!(check(&options).is_ok(), is_good, "{weights}");
+        }
+        assert_eq!(shared_time([0.0, 1.0, 2.5].into_iter()), None);
+        assert_eq!(shared_time([0.0, 1.0, 1.0].into_iter()), Some(1.0));
     }
 
     #[test]
