@@ -202,11 +202,11 @@ class Pair:
             "bootstrap_room": self.room,
         }
 
-    def generate(self, tokens: list[int], new_tokens: int = 1, **request: Any) -> list[int]:
-        """The tokens that D answers with."""
+    def generate(self, tokens: list[int], new_tokens: int = 1, rank: int | None = None, **request: Any) -> list[int]:
+        """The tokens that D answers with, or one of its ranks."""
         both = self.request(tokens, new_tokens, **request)
-        for engine in (self.prefill, self.decode):
-            engine.call("generate", **both)
+        self.prefill.call("generate", **both)
+        self.decode.call("generate", **both, routed_dp_rank=rank)
         self.prefill.answer()
         said: list[int] = self.decode.answer()["output_ids"]
         return said

@@ -237,6 +237,7 @@ def _serve(scheduler: Any, path: str) -> None:
 def run(*args: Any, **options: Any) -> None:
     """Run SGLang's scheduler, with the tests inside."""
     from sglang.srt.managers import scheduler as stock  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
 
     _watch_nixl()
     _watch_prefill()
@@ -244,8 +245,7 @@ def run(*args: Any, **options: Any) -> None:
 
     def begin_served(self: Any, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
-        mode, rank = self.disaggregation_mode.value, self.ps.dp_rank if hasattr(self, "ps") else 0
-        path = os.path.join(os.environ[SOCKETS], f"{mode}-{rank or 0}")  # noqa: PTH118
+        path = f"{os.environ[SOCKETS]}/{self.disaggregation_mode.value}-{get_parallel().dp_rank or 0}"
         threading.Thread(target=_serve, args=(self, path), daemon=True).start()
 
     stock.Scheduler.__init__ = begin_served

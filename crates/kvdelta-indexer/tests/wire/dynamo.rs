@@ -14,7 +14,7 @@ use kvdelta_indexer::{
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use crate::fleet::{W1, all_of_vllm, batch, four};
+use crate::fleet::{W1, all_of_sglang, all_of_vllm, batch, four};
 
 /// What either of them makes of one event.
 #[derive(Clone, Debug, PartialEq)]
@@ -334,6 +334,14 @@ fn payloads_of_vllm() {
             !different.contains(&name.as_str()),
             "{name}: {ours:?} {theirs:?}"
         );
+    }
+}
+
+#[test]
+fn payloads_of_sglang() {
+    for (name, payload) in all_of_sglang() {
+        let ours = by_us(std::slice::from_ref(&payload), Dialect::Sglang);
+        assert_eq!(ours, by_dynamo(&[payload]), "{name}");
     }
 }
 
