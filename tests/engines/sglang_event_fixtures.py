@@ -17,17 +17,23 @@ from array import array
 from pathlib import Path
 from typing import Any, Final
 
-os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "TRITON_INTERPRET": "1"}
+os.environ |= {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TRITON_INTERPRET": "1",
+    # SGLang compiles its hash of a block, for which it needs ninja.
+    "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+}
 
 import msgspec
 import torch
-from sglang.srt.disaggregation.kv_events import KVEventBatch
+from sglang.srt.disaggregation.kv_events import KVCacheEvent, KVEventBatch, StorageMedium
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -99,9 +105,14 @@ class Tree:
 
     def payload(self, rank: int = 0) -> str:
         """Encode what happened since the last call."""
-        batch = KVEventBatch(ts=1.0, events=self.tree.take_events(), attn_dp_rank=rank)
-        encoded: bytes = msgspec.msgpack.Encoder().encode(batch)
-        return encoded.hex()
+        return encode(self.tree.take_events(), rank)
+
+
+def encode(events: list[KVCacheEvent], rank: int = 0) -> str:
+    """Encode events as the publisher does."""
+    batch = KVEventBatch(ts=1.0, events=events, attn_dp_rank=rank)
+    encoded: bytes = msgspec.msgpack.Encoder().encode(batch)
+    return encoded.hex()
 
 
 def key(tokens: list[int], extra_key: str | None = None, salt: str | None = None) -> RadixKey:
@@ -146,6 +157,24 @@ def sliding_window() -> dict[str, str]:
     return payloads
 
 
+def lower_tier() -> dict[str, str]:
+    """Copy pages to host memory, then give up those in device memory.
+
+    The recorder of SGLang's trees is driven by hand: a host pool needs a GPU.
+    """
+    recorder = KVCacheEventRecorder(enabled=True, page_size=PAGE)
+    root, node = TreeNode(), TreeNode()
+    root.key, root.hash_value = key([]), []
+    node.key, node.parent = key(TEXT), root
+    payloads = {}
+    recorder.record_store(node)
+    recorder.record_store(node, medium=StorageMedium.CPU)
+    payloads["with_host_copy"] = encode(recorder.take())
+    recorder.record_remove(node)
+    payloads["host_copy_alone"] = encode(recorder.take())
+    return payloads
+
+
 def main() -> None:
     """Write all payloads by name."""
     payloads = split() | {
@@ -153,7 +182,7 @@ def main() -> None:
         "salt": stored(TEXT, salt="A"),
         "extra_key": stored(TEXT, extra_key="adapter"),
     }
-    payloads |= sliding_window()
+    payloads |= sliding_window() | lower_tier()
     Path(sys.argv[1]).write_text(json.dumps(payloads, indent=1) + "\n")
 
 

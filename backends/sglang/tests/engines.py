@@ -27,7 +27,7 @@ MODEL: Final = "KVDELTA_TEST_MODEL"
 PAGE: Final = 16
 TOKENS: Final = 1024
 """Tokens that one pool holds."""
-WAIT_S: Final = 180.0
+WAIT_S: Final = 120.0
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 ON_CPU: Final = {
@@ -35,6 +35,8 @@ ON_CPU: Final = {
     # Some of SGLang's kernels are Triton's alone.
     "TRITON_INTERPRET": "1",
     "UCX_TLS": "tcp,sm,self",
+    # All cores to each of two ranks; without this SGLang wants a NUMA node for each.
+    "SGLANG_CPU_OMP_THREADS_BIND": "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * 2),
 }
 COMMON: Final[dict[str, Any]] = {
     "device": "cpu",

@@ -70,6 +70,18 @@ def test_transferred_pages_are_published_as_if_d_had_computed_them(pair: Pair) -
         }
 
 
+def test_they_are_published_while_the_request_still_runs(pair: Pair) -> None:
+    prompt = tokens(47, 2 * PAGE)
+    request = pair.request(prompt, new_tokens=200)
+    for engine in (pair.prefill, pair.decode):
+        engine.call("generate", **request)
+    pair.prefill.answer()
+    while len(stored(pair.publishers["decode"], prompt)) < 2:
+        assert not pair.decode.pipe.poll(), "D answered before it published"
+    assert not pair.decode.pipe.poll()
+    assert len(pair.decode.answer()["output_ids"]) == 200
+
+
 def test_a_page_that_was_generated_is_published_too(pair: Pair) -> None:
     prompt = tokens(41, 2 * PAGE)
     answer = pair.generate(prompt, new_tokens=PAGE + 2)

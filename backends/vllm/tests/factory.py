@@ -127,8 +127,10 @@ class Engine:
     ahead: bool = False
     """Whether a step is scheduled before the output of the one before is there."""
     tables: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
-    sibling: bool = False
-    """Whether the connector stands in vLLM's MultiConnector, before one that saves when a request has ended."""
+    sibling: dict[str, Any] | None = None
+    """The options of a connector that stands beside this one in vLLM's MultiConnector."""
+    behind: bool = False
+    """Whether it is the first of the two."""
 
     def __post_init__(self) -> None:
         """Build the scheduler."""
@@ -173,7 +175,7 @@ class Engine:
         self._hasher = get_request_block_hasher(sizes[1], sha256)
         self.pool = self.scheduler.kv_cache_manager.block_pool
         connector = self.scheduler.connector
-        self.half = (connector.sub_connectors[0] if self.sibling else connector).connector_scheduler
+        self.half = (connector.sub_connectors[int(self.behind)] if self.sibling else connector).connector_scheduler
         self.metas: list[Any] = []
         self._flying: deque[tuple[Any, dict[str, bool]]] = deque()
         self.watchers: list[Callable[[Engine, Any], None]] = []
@@ -191,14 +193,14 @@ class Engine:
             "kv_load_failure_policy": self.policy,
             "kv_connector_extra_config": self.extra,
         }
-        if not self.sibling:
+        if self.sibling is None:
             return KVTransferConfig(**own)
-        late = {"kv_connector": "SavesLate", "kv_connector_module_path": "saves_late", "kv_role": "kv_both"}
+        both = [own, {**self.sibling, "kv_role": "kv_both"}]
         return KVTransferConfig(
             kv_connector="MultiConnector",
             kv_role="kv_both",
             kv_load_failure_policy=self.policy,
-            kv_connector_extra_config={"connectors": [own, late]},
+            kv_connector_extra_config={"connectors": both[::-1] if self.behind else both},
         )
 
     @property

@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHands
 from kvdelta_vllm.metadata import KvdeltaHandshakePayload
 from kvdelta_vllm.worker import KvdeltaPullWorker, KvdeltaPushWorker
 
+SAVES_LATE = {"kv_connector": "SavesLate", "kv_connector_module_path": "saves_late"}
+
 
 def payload(*, alone: bool) -> KvdeltaHandshakePayload:
     """What a worker half says of itself."""
@@ -31,19 +33,21 @@ def payload(*, alone: bool) -> KvdeltaHandshakePayload:
         # Every rank has to say so; MultiConnector hands on another connector's payload where that has one.
         (False, [payload(alone=True), payload(alone=False)], False),
         (True, [NixlHandshakePayload("hash", b"metadata")], False),
+        # As Dynamo's PdConnector packs those of both of its connectors.
+        (True, [SimpleNamespace(dynamo_metadata=None, nixl_metadata=payload(alone=True))], False),
     ],
 )
 def test_blocks_that_another_connector_saves_are_not_given_away(
     *,
     sibling: bool,
-    payloads: list[NixlHandshakePayload],
+    payloads: list[Any],
     cuts: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # Without the listener, which needs a port.
     monkeypatch.setattr(NixlBaseConnectorScheduler, "set_xfer_handshake_metadata", lambda *_: None)
-    p = Engine(tables=TABLES, sibling=sibling, blocks=12)
+    p = Engine(tables=TABLES, sibling=SAVES_LATE if sibling else None, blocks=12)
     p.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, rank): it for rank, it in enumerate(payloads)})
     tokens = prompt(30)
     answer = prefill(p, "p1", tokens, claim(p, tokens, 6))

@@ -92,7 +92,8 @@ pub enum Form {
     /// Up to weight 1 the order is that of `Subtracted`, since a load with the request counts all blocks of
     /// the prompt and nothing is cut at 0. Above it the order is kept where `Subtracted` cuts.
     Missing,
-    /// `peak / 4 x (load / peak)^4 + weight x missing x (1 + distance / 5)`, see [`Surroundings`].
+    /// `peak / 4 x (load / peak)^4 + weight x missing x (1 + distance / 5)`, see [`Surroundings`]. An overlap of less
+    /// than an eighth of the prompt counts as none.
     ///
     /// A block of load costs 1 on a worker at the peak, more above it, and an eighth on one with half of it. So
     /// overlap decides among workers that the request does not make the busiest, and load where it would. On
@@ -110,6 +111,9 @@ const EVEN: f64 = 1.5;
 /// How much more a block costs that travels to the rank which stands farthest from the size of its prompt. Small, so
 /// that it decides where little else does: for new prompts.
 const APART: f64 = 0.2;
+/// The part of a prompt that an overlap must reach to count, one in so many. The first block of most prompts is often the
+/// same; else the few workers that have it get all prompts while the caches of the others stay empty.
+const SHORT: usize = 8;
 
 /// What a cost by [`Form::BelowPeak`] depends on beside load and overlap.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -165,7 +169,9 @@ impl BlockCost {
     pub(crate) fn of(self, load: usize, cached: usize, prompt: usize, around: Surroundings) -> f64 {
         let weight = self.weight.get();
         if self.form == Form::BelowPeak {
-            let missing = number(prompt.saturating_sub(cached));
+            let is_short = cached.saturating_mul(SHORT) < prompt;
+            let counted = if is_short { 0 } else { cached };
+            let missing = number(prompt.saturating_sub(counted));
             return around.load(load) + weight * missing * around.travel();
         }
         let overlap = weight * number(cached);

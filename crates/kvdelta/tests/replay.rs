@@ -254,6 +254,52 @@ fn charts_are_over_weights_or_over_fleets() {
 }
 
 #[test]
+fn a_choice_that_is_followed_is_judged() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = trace(folder.path(), &LINES);
+    let file = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (others, judged) = (file("others.jsonl"), file("judged.jsonl"));
+    let lines = [
+        "{\"decode\":2,\"at_ms\":0.5}",
+        "{\"decode\":0}",
+        "{\"decode\":2}",
+    ];
+    fs::write(&others, lines.join("\n")).unwrap();
+    let fleet = ["--trace", &path, "--decode", "3", "--policy", "overlap"];
+    let one = [&fleet[..], &["--weight", "2", "--follow", &others]].concat();
+    let report = json(&[&one[..], &["--choices", &judged]].concat());
+    // The second one goes where nothing is of it, the third to one of two that have its first block.
+    assert_eq!(
+        fs::read_to_string(&judged).unwrap(),
+        r#"{"decode":2,"cached":0,"held":0,"cheapest":3,"is_cheapest":true}
+{"decode":0,"cached":0,"held":0,"cheapest":1,"is_cheapest":false}
+{"decode":2,"cached":1,"held":1,"cheapest":2,"is_cheapest":true}
+"#
+    );
+    let saved = report["rows"][0]["saved_bytes"].as_u64();
+    assert_eq!(saved, Some(512 * 163_840));
+
+    for (arguments, expected) in [
+        (&["--policy", "overlap"][..], "are of one policy, weight"),
+        (
+            &["--policy", "pair", "--weight", "1"],
+            "policy pair has no cost of each worker alone",
+        ),
+        (
+            &["--policy", "load", "--decode", "2"],
+            "line 1: there is no decode worker 2, they are 0 to 1",
+        ),
+    ] {
+        let all = [&["--trace", &path, "--follow", &others], arguments].concat();
+        let said = refused(&all);
+        assert!(said.contains(expected), "{said}");
+    }
+    fs::write(&others, lines[0]).unwrap();
+    let said = refused(&one);
+    assert!(said.contains("has 1 lines, the trace 3 requests"), "{said}");
+}
+
+#[test]
 fn bad_lines_stop_or_are_left_out() {
     let folder = tempfile::tempdir().unwrap();
     let path = trace(folder.path(), &[LINES[0], "{\"timestamp\": 1}", LINES[1]]);

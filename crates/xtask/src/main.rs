@@ -3,6 +3,7 @@
 //! `cargo xtask`: the commands that set up, patch, run and test kvdelta.
 
 mod bench;
+mod beside;
 mod cache;
 mod capacity;
 mod chart;

@@ -10,6 +10,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Parser};
 
+use crate::beside;
 use crate::cache::{Cache, members, project_root};
 use crate::claims;
 use crate::command::{output, shown_run};
@@ -66,7 +67,7 @@ struct Part {
     run: fn(&Cache) -> Result<()>,
 }
 
-const PARTS: [Part; 21] = [
+const PARTS: [Part; 22] = [
     Part {
         name: "format",
         heavy: false,
@@ -126,6 +127,11 @@ const PARTS: [Part; 21] = [
         name: "lints and tests of the frontend",
         heavy: true,
         run: frontend_tests,
+    },
+    Part {
+        name: "replay beside Dynamo's",
+        heavy: true,
+        run: beside::simulation,
     },
     Part {
         name: "off equals unpatched",
@@ -359,14 +365,15 @@ fn frontend_tests(cache: &Cache) -> Result<()> {
     shown_run(tests)
 }
 
-/// The main job, small, with a decode worker that is killed on the way.
+/// The main job, small, with a decode worker that is killed on the way, and the same by `kvdelta replay`.
 fn engines(cache: &Cache) -> Result<()> {
     #[derive(Debug, Parser)]
     struct Small {
         #[command(flatten)]
         options: demo::Options,
     }
-    let small = Small::parse_from([
+    let trace = tempfile::NamedTempFile::new()?;
+    let mut small = Small::parse_from([
         "demo",
         "--prefixes=2",
         "--requests-per-prefix=3",
@@ -374,9 +381,11 @@ fn engines(cache: &Cache) -> Result<()> {
         "--kill-decode",
         "--doctor",
     ]);
+    small.options.trace = Some(trace.path().to_owned());
     let report = demo::measure(cache, &small.options)?;
     print!("{}", report.table());
-    let failures = broken_promises(&report);
+    let mut failures = broken_promises(&report);
+    failures.extend(beside::engines(cache, &report, trace.path())?);
     if !failures.is_empty() {
         bail!("{}", failures.join("; "));
     }

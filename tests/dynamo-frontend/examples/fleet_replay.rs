@@ -8,16 +8,17 @@
 #![allow(missing_docs, reason = "a program")]
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use dynamo_kv_router::KvRouterConfig;
 use dynamo_mocker::common::protocols::MockerConfig;
 use dynamo_mocker::loadgen::TraceFileFormat;
 use dynamo_mocker::replay::{
-    OfflineDisaggReplayConfig, ReplayRouterMode, TraceSimulationReport,
+    OfflineDisaggReplayConfig, PerRequestRecord, ReplayRouterMode, TraceSimulationReport,
     simulate_trace_file_disagg_with_router_mode_and_format,
 };
 use serde::Serialize;
@@ -61,20 +62,40 @@ struct Options {
     /// Link of a decode worker, in 10^9 bytes a second.
     #[arg(long, value_name = "GB_PER_S", default_value_t = 12.5, value_parser = positive)]
     link: f64,
+    /// Write where each request went, a JSON line for each in the order of the trace, as `kvdelta replay --follow`
+    /// takes them; of one weight. No two requests may come at the same time.
+    #[arg(long, value_name = "FILE")]
+    choices: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
 }
 
+/// In place of weight 0. Added to a whole number of blocks it changes no cost, and so no choice; but the router then
+/// counts what each worker has.
+const COUNTED: f64 = f64::MIN_POSITIVE;
+
 /// The greatest number of workers, blocks, tokens or bytes.
 const COUNT_MAX: usize = 1_000_000_000;
+
+/// Where a request went.
+#[derive(Debug, Serialize)]
+struct Choice {
+    /// The decode worker.
+    decode: usize,
+    /// Blocks of the prompt that the router counted on it.
+    cached: usize,
+    /// When it was chosen, and when all was done: milliseconds.
+    chosen_ms: f64,
+    ended_ms: f64,
+}
 
 /// What one weight did.
 #[derive(Debug, Serialize)]
 struct Row {
     weight: f64,
     requests: usize,
-    /// Bytes if every prompt travelled whole.
+    /// Bytes if every prompt travelled whole, and of the blocks that did; the last one begun is one.
     full_bytes: f64,
     moved_bytes: f64,
     saved_share: f64,
@@ -114,6 +135,9 @@ fn count(text: &str) -> Result<usize, String> {
 
 fn main() -> Result<()> {
     let options = Options::parse();
+    if let Err(error) = check(&options) {
+        error.exit();
+    }
     let unpacked = unpacked(&options.trace)?;
     let trace = unpacked
         .as_ref()
@@ -124,11 +148,24 @@ fn main() -> Result<()> {
         let report = replay(&options, trace, weight)
             .with_context(|| format!("{} at weight {weight}", options.trace.display()))?;
         rows.push(row(&options, weight, &report)?);
+        if let Some(path) = &options.choices {
+            write_choices(path, &choices(&report, options.block_size)?)
+                .with_context(|| format!("--choices: cannot write {}", path.display()))?;
+        }
     }
     if options.json {
         println!("{}", serde_json::to_string_pretty(&rows)?);
     } else {
         table(&rows);
+    }
+    Ok(())
+}
+
+/// Whether the options fit each other.
+fn check(options: &Options) -> Result<(), clap::Error> {
+    if options.choices.is_some() && options.weights.len() != 1 {
+        let why = "--choices takes one of --weights";
+        return Err(Options::command().error(ErrorKind::ArgumentConflict, why));
     }
     Ok(())
 }
@@ -174,7 +211,7 @@ fn replay(options: &Options, trace: &Path, weight: f64) -> Result<TraceSimulatio
             num_decode_workers: options.decode,
         },
         Some(KvRouterConfig {
-            decode_overlap_score_weight: Some(weight),
+            decode_overlap_score_weight: Some(weight.max(COUNTED)),
             ..Default::default()
         }),
         None,
@@ -191,23 +228,63 @@ fn replay(options: &Options, trace: &Path, weight: f64) -> Result<TraceSimulatio
     )
 }
 
+/// Where each request went. The records are in the order of arrival, and tell no line of the trace.
+fn choices(report: &TraceSimulationReport, block_size: usize) -> Result<Vec<Choice>> {
+    let records = &report.per_request;
+    if let Some(at_ms) = shared_time(records.iter().map(|record| record.arrival_time_ms)) {
+        bail!("--choices: two requests come at {at_ms} ms, and nothing tells which is which");
+    }
+    let choice = |record: &PerRequestRecord| {
+        Some(Choice {
+            decode: record.decode_worker_idx?,
+            cached: record.decode_route_overlap_tokens? / block_size,
+            // When prefill is done. The worker takes it between two of its steps.
+            chosen_ms: record.source_held_ms?,
+            ended_ms: record.terminal_time_ms,
+        })
+    };
+    let all = records.iter().map(|record| {
+        choice(record).with_context(|| format!("request {} lacks its route", record.uuid))
+    });
+    all.collect()
+}
+
+/// The first time that the next one does not pass.
+fn shared_time(mut times: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut last = times.next()?;
+    times.find_map(|time| {
+        let before = std::mem::replace(&mut last, time);
+        (before >= time).then_some(before)
+    })
+}
+
+fn write_choices(path: &Path, choices: &[Choice]) -> io::Result<()> {
+    let mut file = io::BufWriter::new(File::create(path)?);
+    for choice in choices {
+        serde_json::to_writer(&mut file, choice)?;
+        file.write_all(b"\n")?;
+    }
+    file.flush()
+}
+
 fn row(options: &Options, weight: f64, report: &TraceSimulationReport) -> Result<Row> {
-    let bytes_a_ms = options.link * 1e6;
-    let (mut full_bytes, mut moved_bytes) = (0.0, 0.0);
+    let (mut full_blocks, mut moved_blocks) = (0.0, 0.0);
     let mut requests = vec![0.0_f64; options.decode];
     let mut changes = Vec::new();
     for record in &report.per_request {
-        let (Some(worker), Some(reserved_ms), Some(activated_ms)) = (
+        let (Some(worker), Some(reserved_ms), Some(overlap_tokens)) = (
             record.decode_worker_idx,
             record.destination_reserved_ms,
-            record.destination_activated_ms,
+            record.decode_route_overlap_tokens,
         ) else {
             bail!("request {} never reached a decode worker", record.uuid);
         };
         let blocks = record.input_length.div_ceil(options.block_size);
-        full_bytes += (blocks * options.block_size) as f64 * options.token_bytes as f64;
-        // The replay's transfer takes as long as the missing blocks need on the link.
-        moved_bytes += (activated_ms - reserved_ms) * bytes_a_ms;
+        // What the router counts is what the worker has: its events come at once. The time until it has the rest
+        // would say too much, since it waits for the end of a step. The block of the last token always travels.
+        let held = overlap_tokens.min(record.input_length.saturating_sub(1)) / options.block_size;
+        full_blocks += blocks as f64;
+        moved_blocks += (blocks - held) as f64;
         requests[worker] += 1.0;
         changes.push((reserved_ms, worker, blocks as f64));
         changes.push((record.terminal_time_ms, worker, -(blocks as f64)));
@@ -223,13 +300,14 @@ fn row(options: &Options, weight: f64, report: &TraceSimulationReport) -> Result
             unevenness += max_over_mean(&load);
         }
     }
+    let block_bytes = (options.block_size * options.token_bytes) as f64;
     let itl = &report.latency.itl.distribution;
     Ok(Row {
         weight,
         requests: report.per_request.len(),
-        full_bytes,
-        moved_bytes,
-        saved_share: 1.0 - moved_bytes / full_bytes,
+        full_bytes: full_blocks * block_bytes,
+        moved_bytes: moved_blocks * block_bytes,
+        saved_share: 1.0 - moved_blocks / full_blocks,
         load_max_over_mean: unevenness / report.per_request.len() as f64,
         requests_max_over_mean: max_over_mean(&requests),
         ttft_median_ms: report.latency.ttft.median_ms,
@@ -273,6 +351,17 @@ mod tests {
     fn uneven_load_is_the_fullest_worker_over_the_mean() {
         assert_eq!(max_over_mean(&[3.0, 0.0, 0.0]), 3.0);
         assert_eq!(max_over_mean(&[2.0, 2.0]), 1.0);
+    }
+
+    #[test]
+    fn choices_are_of_one_weight_and_of_requests_that_can_be_told_apart() {
+        for (weights, is_good) in [("--weights=2", true), ("--weights=0,2", false)] {
+            let arguments = ["replay", "--trace=t", "--choices=c", weights];
+            let options = Options::try_parse_from(arguments).unwrap();
+            assert_eq!(check(&options).is_ok(), is_good, "{weights}");
+        }
+        assert_eq!(shared_time([0.0, 1.0, 2.5].into_iter()), None);
+        assert_eq!(shared_time([0.0, 1.0, 1.0].into_iter()), Some(1.0));
     }
 
     #[test]

@@ -101,3 +101,14 @@ fn b28_a_lost_window_cannot_be_seen() {
     assert_eq!(fleet.publish(&of_sglang("window_evicted")), []);
     assert_eq!((fleet.q(&first), fleet.q(&second)), (4, 6));
 }
+
+#[test]
+fn a_copy_in_host_memory_is_no_block_of_device_memory() {
+    let mut fleet = fleet(&["with_host_copy"]);
+    let tiers = |fleet: &Fleet| {
+        [Tier::Device, Tier::Host].map(|tier| fleet.overlap(W1, tier, &TEXT, PromptOf::default()).0)
+    };
+    assert_eq!(tiers(&fleet), [3, 3]);
+    assert_eq!(fleet.publish(&of_sglang("host_copy_alone")), []);
+    assert_eq!(tiers(&fleet), [0, 3]);
+}

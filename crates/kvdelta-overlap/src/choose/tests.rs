@@ -319,7 +319,9 @@ fn overlap_decides_below_the_peak_and_load_at_it() {
     assert_eq!(at([150, 300, 0], 30), W1);
     assert_eq!(at([300, 150, 0], 30), W3, "it would be busier still");
     assert_eq!(at([300, 150, 0], 54), W1, "but for so much overlap");
-    assert_eq!(at([0, 0, 0], 1), W1, "idle ones");
+    assert_eq!(at([0, 0, 0], 7), W1, "idle ones");
+    assert_eq!(at([1, 0, 1], 6), W2, "less than an eighth of the prompt");
+    assert_eq!(at([1, 0, 1], 7), W1);
 }
 
 #[test]
@@ -553,7 +555,8 @@ fn costs(view: &[Candidate], cost: BlockCost, asked: Asked) -> BTreeMap<WorkerRa
                     (Some(rank), Some(size)) if most > 1.5 * mean => rank.distance(size),
                     _ => 0.0,
                 };
-                let missing = (prompt - cached).max(0.0);
+                let counted = if cached < prompt / 8.0 { 0.0 } else { cached };
+                let missing = (prompt - counted).max(0.0);
                 peak / 4.0 * (load / peak).powi(4) + weight * missing * (1.0 + 0.2 * distance)
             }
             Form::Subtracted => (load - weight * cached).max(0.0),

@@ -13,7 +13,7 @@ use kvdelta_indexer::BlockSize;
 use kvdelta_overlap::Weight;
 
 use crate::render::{print, say};
-use crate::replay::{chart, report::Report, table};
+use crate::replay::{chart, choices, report::Report, table};
 use crate::sim::{Policy, Settings, run as simulate};
 use crate::trace::{Format, Reading, Synthetic, Trace, read};
 use crate::unit::decimal;
@@ -148,6 +148,15 @@ pub(crate) struct Options {
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 
+    /// Write where each request went, a JSON line for each; of one policy, weight and number of decode workers.
+    #[arg(long, value_name = "FILE")]
+    choices: Option<PathBuf>,
+
+    /// Send each request to the decode worker (from 0) that this file's line of its number names, as --choices writes
+    /// them; --choices then says where the policy, load or overlap, might have chosen so.
+    #[arg(long, value_name = "FILE")]
+    follow: Option<PathBuf>,
+
     /// Say on standard error how many requests a second were simulated.
     #[arg(long)]
     timing: bool,
@@ -276,6 +285,14 @@ fn replay(options: &Options) -> Result<()> {
         bail!("give --decode, the number of decode workers");
     };
     let settings = settings(options, *first, trace.block_size());
+    let is_one = policies.len() == 1 && options.decode.len() == 1;
+    if !is_one && (options.choices.is_some() || options.follow.is_some()) {
+        bail!("--choices and --follow are of one policy, weight and number of decode workers");
+    }
+    let follow = match &options.follow {
+        Some(path) => Some(choices::read(path, trace.requests().len(), *first)?),
+        None => None,
+    };
     let mut report = Report::new(&trace, skipped, settings);
     for decode in &options.decode {
         for policy in &policies {
@@ -284,7 +301,7 @@ fn replay(options: &Options) -> Result<()> {
                 ..settings
             };
             let start = Instant::now();
-            let outcome = simulate(&trace, &fleet, *policy)?;
+            let outcome = simulate(&trace, &fleet, *policy, follow.as_deref())?;
             if options.timing {
                 let seconds = start.elapsed().as_secs_f64();
                 say(&format!(
@@ -292,6 +309,9 @@ fn replay(options: &Options) -> Result<()> {
                     policy.label(),
                     decimal(outcome.requests as f64 / seconds, 0)
                 ));
+            }
+            if let Some(path) = &options.choices {
+                choices::write(path, &outcome.chosen)?;
             }
             report.add(*policy, *decode, outcome);
         }

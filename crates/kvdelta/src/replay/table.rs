@@ -11,7 +11,7 @@ use crate::sim::Percentiles;
 use crate::unit::{bytes, count, counted, decimal, exact};
 
 /// How many columns there are.
-const COLUMNS: usize = 11;
+const COLUMNS: usize = 12;
 
 /// The replay as text.
 pub(crate) fn text(report: &Report) -> String {
@@ -64,6 +64,7 @@ pub(crate) fn text(report: &Report) -> String {
             ("moved", Right),
             ("stale", Right),
             ("imbalance", Right),
+            ("least", Right),
             ("busiest", Right),
             ("TTFT p50 / p99", Right),
             ("ITL p50 / p99", Right),
@@ -92,6 +93,7 @@ fn cells(row: &Row) -> [String; COLUMNS] {
         bytes(outcome.moved_bytes),
         count(outcome.stale_claims),
         known(outcome.imbalance, 2),
+        known(outcome.least_imbalance, 2),
         known(outcome.busiest, 2),
         times(ttft, 0),
         times(itl, 1),

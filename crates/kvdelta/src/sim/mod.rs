@@ -16,7 +16,7 @@ mod settings;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use outcome::{Outcome, Percentiles};
+pub(crate) use outcome::{Chosen, Outcome, Percentiles};
 pub(crate) use policy::Policy;
 pub(crate) use run::run;
 pub(crate) use settings::Settings;

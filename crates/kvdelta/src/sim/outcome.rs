@@ -29,6 +29,9 @@ pub(crate) struct Outcome {
     /// Mean over all arrivals at decode workers of the largest load by the mean, in blocks of requests that are there.
     /// `None` of one cache for all.
     pub(crate) imbalance: Option<f64>,
+    /// The least that it can be with these requests at these times, whoever chooses: at each arrival the largest
+    /// request by the mean, or 1.
+    pub(crate) least_imbalance: Option<f64>,
     /// These blocks times the time that they were there, of the busiest worker by the mean of all.
     pub(crate) busiest: Option<f64>,
     /// Choices for which every worker was refused, so that the least loaded one got the request.
@@ -42,6 +45,24 @@ pub(crate) struct Outcome {
     pub(crate) ttft_ms: Percentiles,
     /// Mean time between the tokens of a request: milliseconds.
     pub(crate) itl_ms: Percentiles,
+    /// Where each request went.
+    #[serde(skip)]
+    pub(crate) chosen: Vec<Chosen>,
+}
+
+/// Where a request went, and why.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Chosen {
+    /// The decode worker.
+    pub(crate) decode: usize,
+    /// Blocks of the prompt that the index said of it when it was chosen.
+    pub(crate) cached: usize,
+    /// Blocks that it had when the request came.
+    pub(crate) held: usize,
+    /// Workers that cost the policy as little as any; 0: all were refused.
+    pub(crate) cheapest: usize,
+    /// Whether `decode` is one of them: where a choice is followed, whether the policy might have made it.
+    pub(crate) is_cheapest: bool,
 }
 
 /// Where a half, nine tenths and so on of the values lie; `None`: there are none.

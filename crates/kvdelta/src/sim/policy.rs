@@ -4,11 +4,12 @@
 //! themselves are those of `kvdelta-overlap`, save for the references.
 
 use std::cmp::Reverse;
+use std::slice;
 
 use kvdelta_indexer::{Millis, Prompt, WorkerRank};
 use kvdelta_overlap::{
-    Asked, BlockCost, Candidate, Fleet, Form, NoChoice, PairCost, PrefillCandidate, Query, Rate,
-    Weight, choose, choose_pair, claimable,
+    Asked, BlockCost, BlockTerms, Cached, Candidate, Choice, Fleet, Form, NoChoice, PairCost,
+    PrefillCandidate, Query, Rate, Weight, choose, choose_pair, claimable,
 };
 
 /// A way to choose.
@@ -69,6 +70,11 @@ pub(crate) struct Picked {
     pub(crate) claimed: usize,
     /// `None`: the policy leaves it to the prefill pool.
     pub(crate) prefill: Option<WorkerRank>,
+    /// Blocks that the index said of `decode`.
+    pub(crate) cached: usize,
+    /// Workers that cost as little as any, and whether `decode` is one of them.
+    pub(crate) cheapest: usize,
+    pub(crate) is_cheapest: bool,
 }
 
 impl Policy {
@@ -137,7 +143,7 @@ impl Policy {
             _ if self.is_late() => {
                 let cost = blocks(Form::Missing, Weight::default());
                 let choice = choose(fleet.candidates(), cost, asked)?;
-                Ok(Picked::without_claim(choice.best.of()))
+                Ok(Picked::new(choice.best.cached, 0, choice.cheapest))
             }
             Self::Overlap(weight) | Self::BelowPeak(weight) => {
                 let form = match self {
@@ -146,11 +152,9 @@ impl Policy {
                     _ => Form::Missing,
                 };
                 let answer = query.choose(prompt, fleet, blocks(form, weight), asked, now)?;
-                Ok(Picked {
-                    decode: answer.choice.best.of(),
-                    claimed: answer.claim.map_or(0, |claim| claim.blocks),
-                    prefill: None,
-                })
+                let claimed = answer.claim.map_or(0, |claim| claim.blocks);
+                let Choice { best, cheapest, .. } = answer.choice;
+                Ok(Picked::new(best.cached, claimed, cheapest))
             }
             Self::Pair(weight) => {
                 let Some(rates) = rates else {
@@ -166,10 +170,10 @@ impl Policy {
                 let choice = choose_pair(prefill, fleet.candidates(), cost, link, asked)?;
                 let standing = query.trust.standing(choice.best.of(), now);
                 let claim = choice.claim(standing, shape);
+                let claimed = claim.map_or(0, |claim| claim.blocks);
                 Ok(Picked {
-                    decode: choice.best.of(),
-                    claimed: claim.map_or(0, |claim| claim.blocks),
                     prefill: Some(choice.best.terms.prefill),
+                    ..Picked::new(choice.best.cached, claimed, choice.cheapest)
                 })
             }
             _ => {
@@ -178,13 +182,50 @@ impl Policy {
                 let longest = longest.ok_or(NoChoice::NoCandidates)?;
                 let standing = query.trust.standing(longest.of, now);
                 let claim = claimable(longest.cached(), standing, shape);
-                Ok(Picked {
-                    decode: longest.of,
-                    claimed: claim.map_or(0, |claim| claim.blocks),
-                    prefill: None,
-                })
+                let claimed = claim.map_or(0, |claim| claim.blocks);
+                Ok(Picked::new(longest.cached(), claimed, 1))
             }
         }
+    }
+
+    /// Its cost, if it chooses by one of each worker alone, in blocks.
+    pub(crate) fn cost(self) -> Option<BlockCost> {
+        match self {
+            Self::Load => Some(blocks(Form::Missing, Weight::default())),
+            Self::Overlap(weight) => Some(blocks(Form::Missing, weight)),
+            _ => None,
+        }
+    }
+
+    /// What comes of a choice that was made elsewhere, and whether this policy might have made it; `None`: it has no
+    /// [`Policy::cost`], or there is no such worker.
+    pub(crate) fn follow(self, question: Question<'_>, decode: WorkerRank) -> Option<Picked> {
+        let Question {
+            query,
+            fleet,
+            prompt,
+            asked,
+            now,
+            ..
+        } = question;
+        let cost = self.cost()?;
+        query.overlaps(prompt, asked.shape, fleet);
+        let candidates = fleet.candidates();
+        let one = candidates.iter().find(|one| one.of == decode)?;
+        let best = choose(candidates, cost, asked).ok();
+        let own = choose(slice::from_ref(one), cost, asked).ok();
+        let standing = query.trust.standing(decode, now);
+        let claim = claimable(one.cached(), standing, asked.shape);
+        let claimed = claim.ok().filter(|_| !self.is_late());
+        let price = |choice: &Choice<BlockTerms>| choice.best.terms.cost();
+        Some(Picked {
+            is_cheapest: own.as_ref().map(price) == best.as_ref().map(price),
+            ..Picked::new(
+                one.cached(),
+                claimed.map_or(0, |claim| claim.blocks),
+                best.map_or(0, |best| best.cheapest),
+            )
+        })
     }
 
     /// The candidate with the longest prefix, of those that the policy looks at; of equal ones that with the least
@@ -211,11 +252,27 @@ impl Policy {
 }
 
 impl Picked {
-    pub(crate) const fn without_claim(decode: WorkerRank) -> Self {
+    /// The cheapest of all workers, one of `cheapest`.
+    const fn new(of: Cached, claimed: usize, cheapest: usize) -> Self {
+        Self {
+            decode: of.of,
+            claimed,
+            prefill: None,
+            cached: of.blocks,
+            cheapest,
+            is_cheapest: true,
+        }
+    }
+
+    /// Where every worker was refused.
+    pub(crate) const fn refused(decode: WorkerRank) -> Self {
         Self {
             decode,
             claimed: 0,
             prefill: None,
+            cached: 0,
+            cheapest: 0,
+            is_cheapest: false,
         }
     }
 }

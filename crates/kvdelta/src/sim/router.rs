@@ -39,10 +39,9 @@ pub(crate) struct Router {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Routed {
     pub(crate) decode: usize,
-    /// Blocks of the claim; 0: there is none.
-    pub(crate) claimed: usize,
     /// Where the policy chooses that too.
     pub(crate) prefill: Option<usize>,
+    pub(crate) picked: Picked,
 }
 
 impl Router {
@@ -85,12 +84,13 @@ impl Router {
         })
     }
 
-    /// Chooses the decode worker of a request and books its blocks there.
+    /// Chooses the decode worker of a request, or follows another choice, and books its blocks there.
     pub(crate) fn route(
         &mut self,
         trace: &Trace,
         number: u32,
         prefill: &[PrefillCandidate],
+        follow: Option<usize>,
         now: Duration,
     ) -> Routed {
         self.feed.deliver(&self.index, trace, now);
@@ -102,7 +102,7 @@ impl Router {
         let mut prompt = Prompt::hashed(hashes, trace.block_size());
         let at = Millis(0).plus(now);
         self.raise(at);
-        let picked = self.policy.pick(Question {
+        let question = Question {
             query: Query {
                 index: &self.index,
                 trust: &self.trust,
@@ -118,13 +118,17 @@ impl Router {
                 tie_break: Rng::with_seed(self.seed ^ u64::from(number)).u64(..),
             },
             now: at,
-        });
-        let picked = picked.unwrap_or_else(|_| {
+        };
+        let picked = match follow {
+            Some(decode) => self.policy.follow(question, rank(decode)),
+            None => self.policy.pick(question).ok(),
+        };
+        let picked = picked.unwrap_or_else(|| {
             self.overloaded += 1;
             let loads = self.loads.iter().zip(0..);
             let least = loads.min_by_key(|(load, _)| **load);
             let place = least.map_or(0, |(_, place)| place);
-            Picked::without_claim(WorkerRank::new(place, 0))
+            Picked::refused(WorkerRank::new(place, 0))
         });
         let place = |of: WorkerRank| usize::try_from(of.worker.0).unwrap_or_default();
         let decode = place(picked.decode);
@@ -133,8 +137,8 @@ impl Router {
         self.tell(decode);
         Routed {
             decode,
-            claimed: picked.claimed,
             prefill: picked.prefill.map(place),
+            picked,
         }
     }
 

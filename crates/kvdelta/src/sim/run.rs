@@ -12,7 +12,7 @@ use kvdelta_transfer::{Choice, Recovery, RecoverySettings, Stale};
 use super::balance::Balance;
 use super::cache::Cache;
 use super::decode::{DecodeWorker, Running};
-use super::outcome::{Outcome, Percentiles};
+use super::outcome::{Chosen, Outcome, Percentiles};
 use super::policy::Policy;
 use super::prefill::PrefillPool;
 use super::router::{Router, shape};
@@ -26,19 +26,27 @@ const FASTEST: f64 = 1e15;
 
 /// Sends all requests of a trace through a fleet. Equal arguments give equal outcomes.
 ///
+/// With `follow` each goes to the decode worker that stands there at its place. Of the policy is asked only whether it
+/// might have chosen so.
+///
 /// # Errors
-/// [`BadSetting`], if the trace cannot go through.
+/// [`BadSetting`], if the trace cannot go through, or the policy cannot say that.
 pub(crate) fn run(
     trace: &Trace,
     settings: &Settings,
     policy: Policy,
+    follow: Option<&[usize]>,
 ) -> Result<Outcome, BadSetting> {
     let settings = match policy {
         Policy::Pooled => settings.pooled(),
         _ => *settings,
     };
     settings.check(trace)?;
+    if follow.is_some() && policy.cost().is_none() {
+        return Err(BadSetting::CannotFollow(policy.name()));
+    }
     let mut fleet = FleetRun::new(trace, settings, policy)?;
+    fleet.follow = follow;
     fleet.take_all();
     Ok(fleet.outcome())
 }
@@ -87,6 +95,7 @@ struct FleetRun<'a> {
     trace: &'a Trace,
     settings: Settings,
     policy: Policy,
+    follow: Option<&'a [usize]>,
     router: Router,
     prefill: PrefillPool,
     decode: Vec<DecodeWorker>,
@@ -112,6 +121,7 @@ struct Tally {
     balance: Balance,
     ttft_ms: Vec<f64>,
     itl_ms: Vec<f64>,
+    chosen: Vec<Chosen>,
 }
 
 impl<'a> FleetRun<'a> {
@@ -135,6 +145,7 @@ impl<'a> FleetRun<'a> {
             trace,
             settings,
             policy,
+            follow: None,
             router: Router::new(&settings, trace, policy)?,
             prefill: PrefillPool::new(&settings, trace.block_size().tokens()),
             decode: decode.collect(),
@@ -145,6 +156,7 @@ impl<'a> FleetRun<'a> {
                 balance: Balance::new(settings.decode),
                 ttft_ms: Vec::with_capacity(requests),
                 itl_ms: Vec::with_capacity(requests),
+                chosen: vec![Chosen::default(); requests],
                 ..Tally::default()
             },
             gone: Vec::new(),
@@ -215,12 +227,23 @@ impl<'a> FleetRun<'a> {
         } else {
             &[]
         };
-        let routed = self.router.route(self.trace, number, prefill, now);
-        self.tally.claims += u64::from(routed.claimed > 0);
-        self.tally.claimed_blocks += routed.claimed as u64;
+        let follow = self.follow.and_then(|all| all.get(number as usize));
+        let routed = self
+            .router
+            .route(self.trace, number, prefill, follow.copied(), now);
+        let (decode, picked) = (routed.decode, routed.picked);
+        self.tally.claims += u64::from(picked.claimed > 0);
+        self.tally.claimed_blocks += picked.claimed as u64;
+        self.tally.chosen[number as usize] = Chosen {
+            decode,
+            cached: picked.cached,
+            held: 0,
+            cheapest: picked.cheapest,
+            is_cheapest: picked.is_cheapest,
+        };
         let leg = self.leg(number);
-        leg.decode = Some(routed.decode);
-        leg.claimed = routed.claimed;
+        leg.decode = Some(decode);
+        leg.claimed = picked.claimed;
         leg.booked = now;
         routed.prefill
     }
@@ -320,6 +343,7 @@ impl<'a> FleetRun<'a> {
             done
         };
         self.leg(number).held = held;
+        self.tally.chosen[number as usize].held = held;
         if done == now {
             self.complete(number, now);
         } else {
@@ -406,6 +430,7 @@ impl<'a> FleetRun<'a> {
             balance,
             mut ttft_ms,
             mut itl_ms,
+            chosen,
         } = self.tally;
         let bytes = |blocks: u64| blocks.saturating_mul(self.settings.block_bytes);
         let full_blocks = moved_blocks + saved_blocks + recomputed_blocks;
@@ -431,6 +456,7 @@ impl<'a> FleetRun<'a> {
             recomputed,
             asked_again,
             imbalance: is_fleet.then(|| balance.imbalance()),
+            least_imbalance: is_fleet.then(|| balance.least_imbalance()),
             busiest: balance.busiest().filter(|_| is_fleet),
             overloaded: self.router.overloaded,
             waited,
@@ -438,6 +464,7 @@ impl<'a> FleetRun<'a> {
             events_refused,
             ttft_ms: times(&mut ttft_ms),
             itl_ms: times(&mut itl_ms),
+            chosen,
         }
     }
 }

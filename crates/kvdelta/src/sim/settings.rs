@@ -58,6 +58,10 @@ pub(crate) enum BadSetting {
     },
     #[error("policy pair takes finite rates of prefill and link: its cost is made of them")]
     InfinitePair,
+    #[error(
+        "policy {0} has no cost of each worker alone, by which another choice could be followed"
+    )]
+    CannotFollow(&'static str),
     #[error("the trace has more than {0} requests")]
     TooMany(u32),
     #[error(transparent)]

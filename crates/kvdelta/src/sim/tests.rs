@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use super::cache::Cache;
 use super::settings::BadSetting;
-use super::{Policy, Settings, run};
+use super::{Outcome, Policy, Settings};
 use crate::trace::{Node, Synthetic, Trace};
 
 pub(super) fn settings() -> Settings {
@@ -43,14 +43,18 @@ fn size() -> BlockSize {
     BlockSize::try_from(512).unwrap()
 }
 
-fn made(requests: usize) -> Trace {
+fn made(requests: usize, per_second: f64) -> Trace {
     Synthetic {
         requests,
-        per_second: 2.0,
+        per_second,
         block_size: size(),
         seed: 1,
     }
     .trace()
+}
+
+fn run(trace: &Trace, settings: &Settings, policy: Policy) -> Result<Outcome, BadSetting> {
+    super::run(trace, settings, policy, None)
 }
 
 fn weight(weight: f64) -> Weight {
@@ -159,7 +163,7 @@ fn requests_without_an_answer_end_when_their_blocks_are_there() {
 
 #[test]
 fn equal_arguments_give_equal_outcomes() {
-    let trace = made(1500);
+    let trace = made(1500, 2.0);
     let fleet = Settings {
         event_delay_ms: 40.0,
         event_loss: 0.02,
@@ -176,7 +180,7 @@ fn equal_arguments_give_equal_outcomes() {
 
 #[test]
 fn every_block_is_moved_saved_or_computed() {
-    let trace = made(1500);
+    let trace = made(1500, 2.0);
     let blocks = trace.requests().iter().map(|one| one.blocks(size()) as u64);
     let full = blocks.sum::<u64>() << 20;
     let late = Settings {
@@ -205,7 +209,7 @@ fn every_block_is_moved_saved_or_computed() {
 
 #[test]
 fn weight_0_is_load() {
-    let trace = made(1500);
+    let trace = made(1500, 2.0);
     for fleet in [settings(), instant()] {
         let load = run(&trace, &fleet, Policy::Load).unwrap();
         let overlap = run(&trace, &fleet, Policy::Overlap(weight(0.0))).unwrap();
@@ -218,7 +222,7 @@ fn weight_0_is_load() {
 
 #[test]
 fn what_is_saved_grows_with_the_weight_up_to_one_cache_for_all() {
-    let trace = made(4000);
+    let trace = made(4000, 2.0);
     for fleet in [settings(), instant()] {
         let pooled = run(&trace, &fleet, Policy::Pooled).unwrap();
         let share = |policy| run(&trace, &fleet, policy).unwrap().saved_share;
@@ -235,27 +239,30 @@ fn what_is_saved_grows_with_the_weight_up_to_one_cache_for_all() {
     }
 }
 
-/// As on the real trace.
+/// As on the real trace, which is not here: below the peak with weight 2.75 saves 94% of what one cache for all would,
+/// and is evener than the weight of `Overlap` that saves as much.
 #[test]
-fn below_the_peak_half_the_weight_saves_more_and_is_evener() {
-    let trace = made(4000);
-    let outcome = |policy| {
-        let outcome = run(&trace, &instant(), policy).unwrap();
-        (outcome.saved_share, outcome.imbalance.unwrap())
-    };
-    for half in [1.0, 2.0] {
-        let below = outcome(Policy::BelowPeak(weight(half)));
-        let other = outcome(Policy::Overlap(weight(2.0 * half)));
-        assert!(
-            below.0 > other.0 && below.1 < other.1,
-            "{below:?} {other:?}"
-        );
+fn below_the_peak_saves_nearly_what_one_cache_would_and_is_evener() {
+    for (per_second, decode) in [(3.5, 8), (3.5, 16), (14.0, 16), (14.0, 32)] {
+        let trace = made(5000, per_second);
+        let fleet = Settings {
+            decode,
+            capacity: 1280,
+            ..instant()
+        };
+        let outcome = |policy| run(&trace, &fleet, policy).unwrap();
+        let all = outcome(Policy::Pooled).saved_share;
+        let below = outcome(Policy::BelowPeak(weight(2.75)));
+        let other = outcome(Policy::Overlap(weight(8.0)));
+        assert!(below.saved_share > 0.94 * all, "{below:?} of {all}");
+        assert!(below.imbalance < other.imbalance, "{below:?} {other:?}");
+        assert!(below.imbalance > below.least_imbalance, "{below:?}");
     }
 }
 
 #[test]
 fn claims_hold_where_nothing_is_late_and_nothing_takes_time() {
-    let trace = made(3000);
+    let trace = made(3000, 2.0);
     let policy = Policy::Overlap(weight(2.0));
     let fleet = Settings {
         capacity: 300,
@@ -284,7 +291,7 @@ fn claims_hold_where_nothing_is_late_and_nothing_takes_time() {
 
 #[test]
 fn a_stale_claim_is_recomputed_or_asked_again_by_what_is_faster() {
-    let trace = made(3000);
+    let trace = made(3000, 2.0);
     let policy = Policy::Overlap(weight(2.0));
     let slow = Settings {
         capacity: 300,
@@ -307,7 +314,7 @@ fn a_stale_claim_is_recomputed_or_asked_again_by_what_is_faster() {
 
 #[test]
 fn a_cache_at_prefill_shortens_the_wait() {
-    let trace = made(1500);
+    let trace = made(1500, 2.0);
     let cached = Settings {
         prefill_capacity: 2000,
         ..settings()
@@ -321,7 +328,7 @@ fn a_cache_at_prefill_shortens_the_wait() {
 
 #[test]
 fn full_workers_make_requests_wait_and_all_end() {
-    let trace = made(800);
+    let trace = made(800, 2.0);
     let (most, _) = trace.longest().unwrap();
     let tight = Settings {
         decode: 2,
@@ -429,6 +436,20 @@ impl NaiveCache {
             let block = self.blocks.get_mut(node).unwrap();
             *block = (block.0 - 1, self.time);
         }
+    }
+}
+
+#[test]
+fn who_follows_its_own_choices_might_have_made_each() {
+    let trace = made(800);
+    for policy in [Policy::Load, Policy::Overlap(weight(2.0))] {
+        let own = run(&trace, &settings(), policy).unwrap();
+        assert_eq!(own.overloaded, 0);
+        assert!(own.chosen.iter().all(|one| one.is_cheapest));
+        assert!(own.chosen.iter().any(|one| one.cheapest == 1));
+        let follow: Vec<usize> = own.chosen.iter().map(|one| one.decode).collect();
+        let again = super::run(&trace, &settings(), policy, Some(&follow)).unwrap();
+        assert_eq!(own, again, "{policy:?}");
     }
 }
 
