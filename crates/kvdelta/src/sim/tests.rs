@@ -441,7 +441,7 @@ impl NaiveCache {
 
 #[test]
 fn who_follows_its_own_choices_might_have_made_each() {
-    let trace = made(800);
+    let trace = made(800, 2.0);
     for policy in [Policy::Load, Policy::Overlap(weight(2.0))] {
         let own = run(&trace, &settings(), policy).unwrap();
         assert_eq!(own.overloaded, 0);
