@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,6 +40,15 @@ def installed(folder: Path, name: str, entry: str) -> None:
     (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry}\n")
 
 
+def low_port() -> int:
+    """A port that nobody has now, of those that Dynamo takes for its metrics: below 2^15."""
+    for port in random.sample(range(20000, 2**15), 100):
+        with socket.socket() as bound, contextlib.suppress(OSError):
+            bound.bind(("0.0.0.0", port))  # noqa: S104 as Dynamo does
+            return port
+    raise RuntimeError("no free port")
+
+
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:  # noqa: S310
         text: str = answer.read().decode()
@@ -58,7 +69,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.folder, self.loses = folder, folder / "loses"
         self.http, bootstrap = free_port(), free_port()
-        self.system = {mode: free_port() for mode in MODES}
+        self.system = {mode: low_port() for mode in MODES}
         self.processes: list[subprocess.Popen[bytes]] = []
         installed(folder / "plugins", "kvdelta_sglang", "kvdelta = kvdelta_sglang.plugin:register")
         installed(folder / "lossy", "loses_loads", "loses_loads = loses_loads:install")
