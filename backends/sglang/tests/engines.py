@@ -27,7 +27,7 @@ MODEL: Final = "KVDELTA_TEST_MODEL"
 PAGE: Final = 16
 TOKENS: Final = 1024
 """Tokens that one pool holds."""
-WAIT_S: Final = 120.0
+WAIT_S: Final = 300.0
 END: Final = (-1).to_bytes(8, "big", signed=True)
 
 ON_CPU: Final = {
