@@ -143,7 +143,7 @@ class Fleet:
 
     def ask(self, prompt: str) -> str:
         """The text of the answer."""
-        asked = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, "nvext": {"ignore_eos": True}}
+        asked = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
         url, headers = f"http://127.0.0.1:{self.http}/v1/completions", {"content-type": "application/json"}
         request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310
