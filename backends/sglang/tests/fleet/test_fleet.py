@@ -137,7 +137,8 @@ class Fleet:
             if process.poll() is not None:
                 raise RuntimeError(f"{process.args!r} has ended")
         try:
-            return '"m"' in get(f"http://127.0.0.1:{self.http}/v1/models")
+            # The model is listed a little before the router knows of all workers.
+            return '"m"' in get(f"http://127.0.0.1:{self.http}/v1/models") and bool(self.ask("up"))
         except OSError:
             return False
 
