@@ -137,13 +137,14 @@ class Fleet:
             if process.poll() is not None:
                 raise RuntimeError(f"{process.args!r} has ended")
         try:
-            return '"m"' in get(f"http://127.0.0.1:{self.http}/v1/models")
+            # The model is listed a little before the router knows of all workers.
+            return '"m"' in get(f"http://127.0.0.1:{self.http}/v1/models") and bool(self.ask("up"))
         except OSError:
             return False
 
     def ask(self, prompt: str) -> str:
         """The text of the answer."""
-        asked = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, "nvext": {"ignore_eos": True}}
+        asked = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
         url, headers = f"http://127.0.0.1:{self.http}/v1/completions", {"content-type": "application/json"}
         request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310
