@@ -190,8 +190,13 @@ class Pair:
             )
         )
         self.room = 0
-        for engine in (self.prefill, self.decode):
-            engine.answer()
+        try:
+            for engine in (self.prefill, self.decode):
+                engine.answer()
+        except BaseException:
+            # Else the end of this process waits for theirs.
+            self.__exit__()
+            raise
 
     def request(self, tokens: list[int], new_tokens: int = 1, **request: Any) -> dict[str, Any]:
         """A request of its own, for both engines."""

@@ -138,10 +138,19 @@ def test_what_cannot_be_read_costs_nothing(pair: workers.Workers) -> None:
     assert len(answer(decode)) == 4
 
 
+def free_at_rest(pair: workers.Workers) -> tuple[int, int]:
+    """What D has free once it has given back what its requests had: SGLang answers first."""
+    before = None
+    while (free := pair.decode.ask(inside.free_tokens)) != before:
+        before = free
+        time.sleep(1)
+    return free
+
+
 def test_a_promise_that_decode_cannot_keep_is_asked_again_and_answered_right(pair: workers.Workers) -> None:
     prompt = tokens(3, PROMPT_PAGES * PAGE + 5)
     _, right = pair.ask(prompt)
-    free = pair.decode.ask(inside.free_tokens)
+    free = free_at_rest(pair)
     pair.decode.ask(lose_next_load)
     prefill, decode = pair.ask(prompt)
     assert said(prefill) is None
@@ -152,12 +161,7 @@ def test_a_promise_that_decode_cannot_keep_is_asked_again_and_answered_right(pai
     assert (report["claim_id"], report["reason"], report["recovered"]) == ("", "load_failed", "ask_again")
     pair.decode.call("count", name="failed_loads")
     assert pair.decode.answer() == 1
-    # SGLang answers first, and then gives back what the request had.
-    for _ in range(100):
-        if (left := pair.decode.ask(inside.free_tokens)) == free:
-            break
-        time.sleep(0.1)
-    assert left == free
+    assert free_at_rest(pair) == free
     # As the router asks again: under a salt of its own, where decode finds nothing.
     moved(pair)
     _, decode = pair.ask(prompt, routing={"cache_salt": "of this attempt"})
