@@ -22,9 +22,6 @@ const TOLERANCE: f64 = 0.05;
 /// Where costs are equal chance decides; so many replays show what it may do. With the small main job each way in which
 /// prefixes fall on two workers comes up in as many, all but surely.
 const DRAWS: usize = 500;
-/// Between their seeds. Replay draws for the request of number n by n and the seed, bit by bit, so that neighbours among
-/// the seeds of a short trace share their draws.
-const SEED_STEP: usize = 1024;
 /// Room for all that is sent, at every worker.
 const ROOMY_BLOCKS: usize = 100_000;
 
@@ -90,7 +87,7 @@ pub(crate) fn engines(cache: &Cache, report: &Report, trace: &Path) -> Result<Ve
         anyhow::Ok(row.moved_bytes)
     };
     let drawn: Vec<u64> = (0..DRAWS)
-        .map(|draw| moved(&["--policy", "load"], draw * SEED_STEP))
+        .map(|draw| moved(&["--policy", "load"], draw))
         .collect::<Result<_>>()?;
     let pooled = moved(&["--policy", "pooled"], 0)?;
     let mut wrong = Vec::new();

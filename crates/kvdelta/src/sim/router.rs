@@ -15,6 +15,10 @@ use super::policy::{PairRates, Picked, Policy, Question};
 use super::settings::{BadSetting, Settings};
 use crate::trace::{Node, Request, Trace};
 
+/// Makes far numbers of near seeds, odd, so that no two become one: a draw is by the seed and the request's number, bit
+/// by bit, and near seeds would share the draws of neighbours.
+const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
+
 /// What the router knows.
 #[derive(Debug)]
 pub(crate) struct Router {
@@ -70,7 +74,7 @@ impl Router {
         };
         Ok(Self {
             policy,
-            seed: settings.seed,
+            seed: settings.seed.wrapping_mul(SPREAD),
             rates,
             index,
             trust,
