@@ -81,7 +81,7 @@ enum Command {
     Patch(patch::Options),
     /// Build kvdelta-frontend, which runs in place of Dynamo's Python frontend.
     Frontend(frontend::Options),
-    /// Build the wheel of the Python module kvdelta, which kvdelta's connectors need.
+    /// Build the wheel of the Python module kvdelta, which the packages for vLLM and SGLang need.
     Wheel(wheel::Options),
     /// Patch Dynamo, run it with real vLLM workers, and show how many bytes of KV moved.
     Demo(demo::Options),

@@ -177,7 +177,7 @@ enum Name {
     Longest,
     /// Reference: the longest one among the workers with at most 1.5 times the mean load.
     LongestBelow,
-    /// Reference: one cache as large as all of them, which none of the others should pass.
+    /// Reference: one cache as large as all of them, about what an ideal choice would save.
     Pooled,
 }
 
