@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every name of SGLang that this package touches and that SGLang does not document for plugins.
+"""Every name of SGLang that the hooks touch and that SGLang does not document for plugins.
 
 One of them missing, or with other parameters: nothing is hooked and claims are not settled.
 """
@@ -46,6 +46,8 @@ TOUCHED: Final = (
         "Req",
         ("customized_info", "disagg_decode_prefix_len"),
     ),
+    Touched("sglang.srt.disaggregation.common.conn", "CommonKVManager", ("kv_args",)),
+    Touched("sglang.srt.disaggregation.base.conn", "KVArgs", ("page_size", "kv_item_lens")),
     Touched("sglang.srt.managers.tokenizer_manager", "TokenizerManager", ("update_request_meta_info",)),
     Touched("sglang.srt.plugins.hook_registry", "HookRegistry", ("register(target, hook, hook_type)",)),
     Touched("sglang.srt.plugins.hook_registry", "HookType", ("AFTER",)),
@@ -60,7 +62,7 @@ def _own(owner: Any, name: str) -> Any | None:  # noqa: ANN401
     except AttributeError:
         pass
     for base in getattr(owner, "__mro__", ()):
-        if name in getattr(base, "__dataclass_fields__", ()):
+        if name in getattr(base, "__annotations__", ()):
             return True
         code = getattr(base.__dict__.get("__init__"), "__code__", None)
         if code is not None and name in code.co_names:
@@ -74,7 +76,7 @@ def _lacks(touched: Touched) -> Iterator[str]:
         owner: Any = importlib.import_module(touched.module)
         if touched.owner:
             owner = getattr(owner, touched.owner)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 a module may fail in any way
         yield f"{where} ({error})"
         return
     for entry in touched.names:
@@ -84,7 +86,10 @@ def _lacks(touched: Touched) -> Iterator[str]:
             yield f"{where}.{name}"
         elif "(" in entry:
             wanted = [parameter for parameter in parameters.split(", ") if parameter]
-            has = [parameter for parameter in inspect.signature(found).parameters if parameter != "self"]
+            try:
+                has = [parameter for parameter in inspect.signature(found).parameters if parameter != "self"]
+            except (TypeError, ValueError):
+                has = ["?"]
             if has[: len(wanted)] != wanted:
                 yield f"{where}.{name}({', '.join(has)}) instead of {entry}"
 

@@ -35,14 +35,17 @@ def _tell(req: Any, key: str, value: object) -> None:  # noqa: ANN401
 
 
 def _looks_on(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep what is wrong in a hook from the request."""
+    """Keep what is wrong in a hook from the request; once as an error, then at debug level."""
+    level = logging.ERROR
 
     @wraps(hook)
-    def guarded(*arguments: object) -> None:
+    def guarded(*arguments: object, **named: object) -> None:
+        nonlocal level
         try:
-            hook(*arguments)
+            hook(*arguments, **named)
         except Exception:
-            logger.exception("kvdelta: %s failed; the request goes on without it", hook.__name__)
+            logger.log(level, "kvdelta: %s failed; the request goes on without it", hook.__name__, exc_info=True)
+            level = logging.DEBUG
 
     return guarded
 
@@ -56,11 +59,11 @@ def after_bootstrap(is_final: bool, queue: Any, req: Any) -> None:  # noqa: ANN4
 
 
 @_looks_on
-def after_load(_is_queued: bool, _queue: Any, decode_request: Any) -> None:  # noqa: ANN401, FBT001
+def after_load(_is_queued: bool, _queue: Any, dr: Any) -> None:  # noqa: ANN401, FBT001
     """Note a prefix that decode has promised and cannot load; after ``_try_hicache_queue_load_back``."""
-    if decode_request.hicache_restore_status.name == "FAILED":
+    if dr.hicache_restore_status.name == "FAILED":
         # Without an output token the list arrives empty.
-        _tell(decode_request.req, FAILED_LOAD_KEY, True)  # noqa: FBT003
+        _tell(dr.req, FAILED_LOAD_KEY, True)  # noqa: FBT003
 
 
 _HOOKS: Final = ((compat.PREFILL, after_bootstrap), (compat.DECODE, after_load))

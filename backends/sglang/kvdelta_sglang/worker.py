@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
-
-from kvdelta import OFFER_KEY, PROTOCOL_VERSION, BadClaim, Claim
 
 from . import compat
 from .content import event_hash
@@ -15,6 +14,10 @@ from .stats import Stats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+with suppress(ImportError):
+    # Without it `compat.plain_reason` says so, and none of these is asked for.
+    from kvdelta import OFFER_KEY, PROTOCOL_VERSION, BadClaim, Claim
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,8 @@ def _options(server_args: Any, *, events: bool, indexer: bool) -> list[str]:  # 
         wanting.append("decode context parallelism is on")
     if getattr(server_args, "enable_lora", False):
         wanting.append("--enable-lora is on, and SGLang's KV events do not name the adapter")
+    if getattr(server_args, "elastic_ep_backend", None):
+        wanting.append("--elastic-ep-backend is on, and SGLang's KV events do not tell its caches apart")
     return wanting
 
 
@@ -101,7 +106,9 @@ class ClaimWorker:
             return None
         prompt_tokens = meta_info.get("prompt_tokens")
         told = _told(meta_info.get(PREFIX_KEY))
-        if told is None or not isinstance(prompt_tokens, int):
+        # Of a transfer that failed nobody knows what was sent.
+        is_aborted = (meta_info.get("finish_reason") or {}).get("type") == "abort"
+        if told is None or is_aborted or not isinstance(prompt_tokens, int):
             if claim is not None:
                 self.stats.count("claims", label="unsettled")
             return None

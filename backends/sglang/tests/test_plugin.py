@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,7 @@ from sglang.srt.disaggregation.decode_hicache_mixin import DecodePrefixMatch, Hi
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from kvdelta_sglang import compat, plugin
+from kvdelta_sglang import compat, plugin, worker
 from kvdelta_sglang.compat import Touched
 from kvdelta_sglang.plugin import FAILED_LOAD_KEY, PREFIX_KEY
 from kvdelta_sglang.worker import ClaimWorker
@@ -122,9 +124,25 @@ def test_decode_notes_nothing_of_a_promise_that_it_keeps(monkeypatch: pytest.Mon
 
 
 def test_what_is_wrong_in_a_hook_does_not_reach_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
     plugin.after_bootstrap(True, SimpleNamespace(), SimpleNamespace())  # noqa: FBT003
     plugin.after_load(False, None, SimpleNamespace())  # noqa: FBT003
-    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
+    assert [record.exc_info is not None for record in caplog.records] == [True, True]
+
+
+def test_a_hook_is_heard_once_and_takes_arguments_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    got: list[object] = []
+
+    @plugin._looks_on
+    def hook(_result: object, _queue: object, req: object) -> None:
+        got.append(req)
+        raise ValueError(req)
+
+    for number in range(3):
+        hook(True, None, req=number)  # noqa: FBT003
+    assert got == [0, 1, 2]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.DEBUG, logging.DEBUG]
 
 
 def test_nothing_is_missing_here() -> None:
@@ -167,6 +185,22 @@ def test_a_plugin_that_sglang_did_not_load_is_told(monkeypatch: pytest.MonkeyPat
     reason = compat.plain_reason()
     assert reason is not None
     assert "SGLANG_PLUGINS" in reason
+
+
+def test_without_the_wheel_one_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvdelta", None)
+    spec = importlib.util.spec_from_file_location("kvdelta_sglang.worker_alone", worker.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    alone = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(alone)
+    said = alone.ClaimWorker()
+    assert "the Python package kvdelta is missing" in said.plain_reason
+    (warning,) = caplog.records
+    assert said.plain_reason in warning.getMessage()
+    assert said.settle({}, token_ids=None, cache_salt=None, meta_info={}) is None
 
 
 @pytest.mark.usefixtures("_loaded")
@@ -213,6 +247,7 @@ def test_a_decode_worker_on_which_claims_can_hold_advertises_it(caplog: pytest.L
         ({"indexer": False}, ["--enable-local-indexer is off"]),
         ({"dcp_size": 2}, ["decode context parallelism is on"]),
         ({"enable_lora": True}, ["--enable-lora is on"]),
+        ({"elastic_ep_backend": "mooncake"}, ["--elastic-ep-backend is on"]),
     ],
 )
 def test_one_warning_names_the_options_that_are_wanting(

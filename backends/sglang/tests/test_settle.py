@@ -116,6 +116,8 @@ def test_content_is_not_compared_where_the_engine_hashes_other_tokens(worker: Cl
         {"prompt_tokens": len(PROMPT), PREFIX_KEY: [None]},
         {"prompt_tokens": len(PROMPT), PREFIX_KEY: []},
         {PREFIX_KEY: [(64, 0)]},
+        # The transfer failed after D had told it.
+        meta(64) | {"finish_reason": {"type": "abort", "message": "failed"}},
     ],
 )
 def test_without_decodes_word_a_claim_stays_unsettled(worker: ClaimWorker, told: dict[str, Any]) -> None:
