@@ -219,7 +219,8 @@ impl Policy {
         let claimed = claim.ok().filter(|_| !self.is_late());
         let price = |choice: &Choice<BlockTerms>| choice.best.terms.cost();
         Some(Picked {
-            is_cheapest: own.as_ref().map(price) == best.as_ref().map(price),
+            // Nothing is cheapest where no worker may be chosen.
+            is_cheapest: own.is_some() && own.as_ref().map(price) == best.as_ref().map(price),
             ..Picked::new(
                 one.cached(),
                 claimed.map_or(0, |claim| claim.blocks),
