@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -23,3 +24,14 @@ def test_every_metric_is_in_the_docs_with_all_values_of_its_label() -> None:
         (row,) = [line for line in lines if line.startswith(f"| `{name}`")]
         assert counter.label is None or f"by `{counter.label}`" in row
         assert all(f"`{value}`" in row for value in counter.values), row
+
+
+def test_every_metric_is_on_the_board_and_grouped_by_its_label() -> None:
+    board = json.loads((PAGES[0].parent / "grafana/kvdelta.json").read_text())
+    shown = [
+        target["expr"] for panel in board["panels"] for target in panel.get("targets", []) if PREFIX in target["expr"]
+    ]
+    assert {name for expression in shown for name in re.findall(rf"{PREFIX}[a-z_]*[a-z]", expression)} == set(OURS)
+    for expression in shown:
+        (name,) = re.findall(rf"{PREFIX}[a-z_]*[a-z]", expression)
+        assert re.findall(r"by \((\w+)\)", expression) == [label for label in [OURS[name].label] if label]
