@@ -11,11 +11,12 @@ use anyhow::{Context, Result, ensure};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::cache::{Cache, members, project_root};
+use crate::cache::{Cache, members};
 use crate::command::{logged, output};
 use crate::frontend;
 use crate::progress::{Step, say};
 use crate::report::{Measured, Report};
+use crate::test::workspace_cargo;
 
 /// What replay may be off from what real engines moved.
 const TOLERANCE: f64 = 0.05;
@@ -43,17 +44,11 @@ struct DynamoRow {
     saved_share: f64,
 }
 
-/// `kvdelta`, built.
-fn program(cache: &Cache) -> Result<PathBuf> {
+/// The command line `kvdelta`, built with what the tests of the workspace have built.
+pub(crate) fn program(cache: &Cache) -> Result<PathBuf> {
+    let build = workspace_cargo(cache, &["build", "--locked", "--package=kvdelta"])?;
+    logged("kvdelta", build, &cache.folder("logs")?.join("kvdelta.log"))?;
     let target = cache.target("workspace", &members())?;
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo
-        .args(["build", "--locked", "--package", "kvdelta"])
-        .current_dir(project_root())
-        .env("CARGO_TARGET_DIR", &target);
-    frontend::without_own_package(&mut cargo);
-    let log = cache.folder("logs")?.join("kvdelta.log");
-    logged("kvdelta", cargo, &log)?;
     Ok(target.join("debug/kvdelta"))
 }
 

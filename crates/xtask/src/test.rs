@@ -278,7 +278,7 @@ fn format(_: &Cache) -> Result<()> {
 
 /// Cargo on the workspace. What it builds is kept in the cache, so that a second clone builds only the crates
 /// of the workspace.
-fn workspace_cargo(cache: &Cache, arguments: &[&str]) -> Result<Command> {
+pub(crate) fn workspace_cargo(cache: &Cache, arguments: &[&str]) -> Result<Command> {
     let mut cargo = cargo(arguments);
     cargo.env("CARGO_TARGET_DIR", cache.target("workspace", &members())?);
     frontend::without_own_package(&mut cargo);

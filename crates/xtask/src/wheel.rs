@@ -10,6 +10,7 @@ use std::process::{Command, ExitCode};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 
+use crate::beside;
 use crate::cache::{Cache, Key, members, project_root};
 use crate::command;
 use crate::env;
@@ -154,19 +155,6 @@ pub(crate) fn test_vllm(cache: &Cache) -> Result<()> {
     pytest::run(cache, &python, &path, &options, &package, &[tests], &[])
 }
 
-/// The command line `kvdelta`, built with what the tests of the workspace have built.
-fn command_line(cache: &Cache) -> Result<PathBuf> {
-    let target = cache.target("workspace", &members())?;
-    let mut build = Command::new(env!("CARGO"));
-    build
-        .args(["build", "--quiet", "--locked", "--package=kvdelta"])
-        .current_dir(project_root())
-        .env("CARGO_TARGET_DIR", &target);
-    frontend::without_own_package(&mut build);
-    command::shown_run(build)?;
-    Ok(target.join("debug/kvdelta"))
-}
-
 /// Runs the tests of the package for SGLang and of SGLang itself, which runs beside the engines with the patched
 /// workers before them.
 pub(crate) fn test_sglang(cache: &Cache) -> Result<()> {
@@ -207,7 +195,7 @@ fn sglang_tests(cache: &Cache, frontend: Option<&Path>) -> Result<()> {
         }
         None => {
             let ignored = format!("--ignore={}", fleet.display());
-            let observe = command_line(cache)?;
+            let observe = beside::program(cache)?;
             let observe = ("KVDELTA_TEST_COMMAND", observe.as_os_str());
             run(&[&ignored], tests, &[model, observe])
         }
