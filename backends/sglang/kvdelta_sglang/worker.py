@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 STALE_CLAIM_KEY: Final = "stale_claim"
 HELD_CLAIM_KEY: Final = "held_claim"
 """Under ``OFFER_KEY`` in what a worker answers."""
+NO_CLAIMS: Final = 0
+"""The version of a capability under which no claim is settled."""
 
 
 def cache_groups(model_config: Any) -> list[str]:  # noqa: ANN401
@@ -57,6 +59,14 @@ def _options(server_args: Any, *, events: bool, indexer: bool) -> list[str]:  # 
     return wanting
 
 
+def has_lower_tiers(server_args: Any) -> bool:  # noqa: ANN401
+    """Whether a decode worker promises prefill what is below device memory, and may be unable to load."""
+    return bool(
+        getattr(server_args, "disaggregation_decode_enable_radix_cache", False)
+        and getattr(server_args, "enable_hierarchical_cache", False)
+    )
+
+
 class ClaimWorker:
     """The claims of one worker process."""
 
@@ -76,17 +86,25 @@ class ClaimWorker:
         events: bool,
         indexer: bool,
     ) -> dict[str, Any] | None:
-        """Return what a decode worker advertises; None: no claims may be made about it, and a warning says why."""
+        """Return what a decode worker advertises; None: nothing.
+
+        Where no claims may be made about it a warning says why. It still tells of lower tiers (version ``NO_CLAIMS``),
+        since a load from them can fail without a claim.
+        """
         if self.plain_reason is not None:
             return None
-        if wanting := _options(server_args, events=events, indexer=indexer):
+        tiers = has_lower_tiers(server_args)
+        wanting = _options(server_args, events=events, indexer=indexer)
+        if wanting:
             logger.warning("kvdelta: no claims are made about this decode worker: %s", "; ".join(wanting))
-            return None
+            if not tiers:
+                return None
         return {
-            "version": PROTOCOL_VERSION,
+            "version": NO_CLAIMS if wanting else PROTOCOL_VERSION,
             "block_size": block_size,
             "prefix_caching": True,
             "cache_groups": cache_groups(model_config),
+            **({"lower_tiers": True} if tiers else {}),
         }
 
     def settle(

@@ -39,8 +39,11 @@ def before_pop(queue: Any, *_: object, **__: object) -> None:
 
 
 def install() -> None:
-    """Register the hook; the entry point that SGLang calls."""
+    """Register the hook, and let the worker say that it has lower tiers; the entry point that SGLang calls."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
+    from kvdelta_sglang import worker  # noqa: PLC0415
+
+    worker.has_lower_tiers = lambda server_args: server_args is not None
     target = "sglang.srt.disaggregation.decode.DecodeTransferQueue.pop_transferred"
     HookRegistry.register(target, before_pop, HookType.BEFORE)

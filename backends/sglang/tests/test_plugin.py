@@ -239,6 +239,25 @@ def test_a_decode_worker_on_which_claims_can_hold_advertises_it(caplog: pytest.L
 
 @pytest.mark.usefixtures("_loaded", "_plain_model")
 @pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (1, True)),
+        # No claims, but promises that can fail.
+        ({"enable_lora": True}, (0, True)),
+        # A decode worker without the radix cache promises nothing.
+        ({"disaggregation_decode_enable_radix_cache": False}, (None, None)),
+    ],
+)
+def test_a_decode_worker_with_lower_tiers_says_so(
+    caplog: pytest.LogCaptureFixture, asked: dict[str, Any], expected: tuple[int | None, bool | None]
+) -> None:
+    said, warnings = capability(caplog, enable_hierarchical_cache=True, **asked)
+    assert ((said or {}).get("version"), (said or {}).get("lower_tiers")) == expected
+    assert len(warnings) == (0 if asked == {} else 1)
+
+
+@pytest.mark.usefixtures("_loaded", "_plain_model")
+@pytest.mark.parametrize(
     ("asked", "named"),
     [
         ({"disaggregation_decode_enable_radix_cache": False}, [RADIX]),

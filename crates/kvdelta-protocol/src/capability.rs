@@ -1,5 +1,7 @@
 //! What a decode worker advertises in its runtime data.
 
+use std::ops::Not;
+
 use kvdelta_indexer::BlockSize;
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -15,7 +17,8 @@ pub const CAPABILITY_KEY: &str = "decode_cache_info";
 /// Unknown fields are ignored, so that a later worker can say more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Capability {
-    /// The highest version of `DecodeCacheInfo` that its connector settles, and all below it.
+    /// The highest version of `DecodeCacheInfo` that its connector settles, and all below it. 0: none,
+    /// whatever else is said.
     pub version: u32,
     /// Tokens in a block of its cache.
     pub block_size: BlockSize,
@@ -23,6 +26,10 @@ pub struct Capability {
     pub prefix_caching: bool,
     /// Kinds of its cache groups, an entry for each group.
     pub cache_groups: Vec<CacheGroup>,
+    /// Whether what it tells prefill of its cache includes blocks below device memory, which it may then
+    /// be unable to load.
+    #[serde(default, skip_serializing_if = "Not::not")]
+    pub lower_tiers: bool,
 }
 
 /// A kind of KV cache group; whatever else a later worker writes for one is [`CacheGroup::Unknown`].
@@ -70,7 +77,7 @@ pub enum NoCapability {
     /// It advertises nothing, or something that cannot be read.
     #[error("the worker does not advertise {CAPABILITY_KEY}")]
     NotAdvertised,
-    /// It settles older claims only.
+    /// It settles none, or older claims only.
     #[error("the worker settles claims of version {0}, written are those of version {VERSION}")]
     Version(u32),
     /// Its prefix cache is off.

@@ -44,6 +44,7 @@ fn capability() -> Capability {
             CacheGroup::Mamba,
             CacheGroup::Unknown,
         ],
+        lower_tiers: false,
     }
 }
 
@@ -256,9 +257,22 @@ fn what_a_vllm_worker_advertises_is_read() {
             block_size: size(32),
             prefix_caching: true,
             cache_groups: vec![CacheGroup::FullAttention],
+            lower_tiers: false,
         }
     );
     assert_eq!(read.check(size(32)), Ok(()));
+}
+
+#[test]
+fn a_worker_on_which_no_claims_hold_can_still_tell_of_lower_tiers() {
+    let said = json!({
+        "version": 0, "block_size": 32, "prefix_caching": true, "cache_groups": ["full_attention"],
+        "lower_tiers": true,
+    });
+    let read: Capability = serde_json::from_value(said.clone()).expect("read");
+    assert!(read.lower_tiers);
+    assert_eq!(read.check(size(32)), Err(NoCapability::Version(0)));
+    assert_eq!(serde_json::to_value(read).expect("written"), said);
 }
 
 #[test]

@@ -241,6 +241,7 @@ impl Live {
             block_size: u32::try_from(BLOCK_SIZE)?.try_into()?,
             prefix_caching: true,
             cache_groups: vec![CacheGroup::FullAttention],
+            lower_tiers: false,
         };
         let mut ids = vec![None; DECODE_WORKERS];
         for card in cards(discovery)? {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims in a whole fleet: the patched frontend, two workers of the patched ``dynamo.sglang``, SGLang, NIXL."""
+"""Claims in a whole fleet: patched frontends, three workers of the patched ``dynamo.sglang``, SGLang, NIXL."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,8 +29,16 @@ FRONTEND: Final = "KVDELTA_TEST_FRONTEND"
 """The frontend of the patched Dynamo."""
 START_S: Final = 300
 ANSWER_S: Final = 90
+EVENTS_ARRIVE_S: Final = 3
 PROMPT: Final = " ".join(str(number * number) for number in range(150))
-MODES: Final = ("prefill", "decode")
+WORKERS: Final = {"prefill": "prefill", "decode-1": "decode", "decode-2": "decode"}
+"""Names of the workers, and their modes."""
+WEIGHTS: Final = {"frontend": "2", "plain": "0"}
+"""Names of the frontends, and their weights."""
+PREFIXES: Final = 4
+"""Shared prefixes, each of the length of ``PROMPT``."""
+ASKED: Final = 4
+"""Requests of each, after the first."""
 
 
 def installed(folder: Path, name: str, entry: str) -> None:
@@ -64,23 +73,22 @@ def until(what: str, holds: Callable[[], object], seconds: float) -> None:
 
 
 class Fleet:
-    """A frontend, a prefill and a decode worker."""
+    """A frontend with a weight and one without, a prefill worker, two decode workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.loses = folder, folder / "loses"
-        self.http, bootstrap = free_port(), free_port()
-        self.system = {mode: low_port() for mode in MODES}
+        bootstrap = free_port()
+        self.http = {name: free_port() for name in WEIGHTS}
+        self.system = {name: low_port() for name in WORKERS}
         self.processes: list[subprocess.Popen[bytes]] = []
         installed(folder / "plugins", "kvdelta_sglang", "kvdelta = kvdelta_sglang.plugin:register")
         installed(folder / "lossy", "loses_loads", "loses_loads = loses_loads:install")
-        self.start("frontend", [os.environ[FRONTEND], "--router-mode", "kv", *self.router()])
-        for mode in MODES:
-            self.start(mode, [sys.executable, "-m", "dynamo.sglang", *self.options(mode, bootstrap)])
-
-    def router(self) -> list[str]:
-        """Options of the frontend."""
-        port, block = str(self.http), str(PAGE)
-        return ["--router-decode-overlap-score-weight", "2", "--kv-cache-block-size", block, "--http-port", port]
+        for name, weight in WEIGHTS.items():
+            port, block = str(self.http[name]), str(PAGE)
+            router = ["--router-mode", "kv", "--router-decode-overlap-score-weight", weight]
+            self.start(name, [os.environ[FRONTEND], *router, "--kv-cache-block-size", block, "--http-port", port])
+        for name, mode in WORKERS.items():
+            self.start(name, [sys.executable, "-m", "dynamo.sglang", *self.options(mode, bootstrap)])
 
     def options(self, mode: str, bootstrap: int) -> list[str]:
         """Options of a worker."""
@@ -112,7 +120,7 @@ class Fleet:
     def start(self, name: str, command: list[str]) -> None:
         """Start a process of its own group, whose output is kept."""
         folders = [self.folder / "plugins", Path(__file__).parents[1]]
-        if name == "decode":
+        if name.startswith("decode"):
             folders.append(self.folder / "lossy")
         environment = os.environ | ON_CPU
         environment |= {
@@ -138,14 +146,19 @@ class Fleet:
                 raise RuntimeError(f"{process.args!r} has ended")
         try:
             # The model is listed a little before the router knows of all workers.
-            return '"m"' in get(f"http://127.0.0.1:{self.http}/v1/models") and bool(self.ask("up"))
+            return all(
+                '"m"' in get(f"http://127.0.0.1:{port}/v1/models") and self.ask("up", at=name)
+                for name, port in self.http.items()
+            ) and all(get(f"http://127.0.0.1:{port}/metrics") for port in self.system.values())
         except OSError:
             return False
 
-    def ask(self, prompt: str) -> str:
+    def ask(self, prompt: str, at: str = "frontend", salt: str | None = None) -> str:
         """The text of the answer."""
         asked = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-        url, headers = f"http://127.0.0.1:{self.http}/v1/completions", {"content-type": "application/json"}
+        if salt is not None:
+            asked["cache_salt"] = salt
+        url, headers = f"http://127.0.0.1:{self.http[at]}/v1/completions", {"content-type": "application/json"}
         request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:  # noqa: S310
             said: dict[str, Any] = json.load(answer)
@@ -153,9 +166,10 @@ class Fleet:
             return text
 
     def metric(self, at: str, name: str, label: str = "") -> int:
-        """The sum of a metric over its series that have the label."""
-        port = self.http if at == "frontend" else self.system[at]
-        lines = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", get(f"http://127.0.0.1:{port}/metrics"), re.MULTILINE)
+        """The sum of a metric, over the processes whose names begin so and its series that have the label."""
+        ports = [port for of, port in (self.http | self.system).items() if of.startswith(at)]
+        text = "\n".join(get(f"http://127.0.0.1:{port}/metrics") for port in ports)
+        lines = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
         return round(sum(float(value) for labels, value in lines if label in labels))
 
     def stop(self) -> None:
@@ -181,6 +195,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         fleet.stop()
         for log in sorted(fleet.folder.glob("*.log")):
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}")  # noqa: T201
+
+
+def until_counted(fleet: Fleet) -> None:
+    """Wait until prefill has counted all that it was asked."""
+    last = -1
+
+    def is_still() -> bool:
+        nonlocal last
+        last, before = told(fleet), last
+        return last == before
+
+    until("prefill has counted all", is_still, ANSWER_S)
 
 
 def claims(fleet: Fleet) -> int:
@@ -214,6 +240,8 @@ def test_a_promise_that_decode_cannot_keep_ends_in_a_retry_and_the_right_answer(
     assert fleet.ask(PROMPT) == answer
     assert not fleet.loses.exists()
     assert fleet.metric("decode", "sglang:kvdelta_failed_loads_total") == 1
+    repeated = fleet.metric("frontend", "dynamo_component_router_decode_failed_loads_total", 'kind="ask_again"')
+    assert repeated == 1
     # Prefill sent all of the prompt, and no claim was at fault.
     until(
         "prefill is counted",
@@ -223,3 +251,42 @@ def test_a_promise_that_decode_cannot_keep_ends_in_a_retry_and_the_right_answer(
     assert fleet.metric("frontend", "dynamo_component_router_decode_trust_lowered_total") == 0
     # What was sent under a salt of its own is not what the next request finds.
     assert fleet.ask(PROMPT) == answer
+
+
+def sent(fleet: Fleet) -> int:
+    """Tokens of prompts that prefill has sent."""
+    return fleet.metric("prefill", "sglang:kvdelta_sent_tokens_total")
+
+
+def told(fleet: Fleet) -> int:
+    """Tokens of prompts of which prefill has counted whether they were sent."""
+    return sent(fleet) + fleet.metric("prefill", "sglang:kvdelta_skipped_tokens_total")
+
+
+def shared(number: int, asked: int) -> str:
+    """A request that shares all but its end with those of the same number."""
+    return f"{number} {PROMPT} {'abcdefg'[asked]} {number * 1000 + asked}"
+
+
+def test_a_request_goes_to_the_decode_worker_that_holds_its_prefix(fleet: Fleet) -> None:
+    answers: dict[str, list[str]] = {}
+    moved: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for at in WEIGHTS:
+        # The same prompts, whose blocks are shared with nobody else.
+        ask = partial(fleet.ask, at=at, salt=f"of {at}")
+        answers[at] = [ask(shared(number, 0)) for number in range(PREFIXES)]
+        time.sleep(EVENTS_ARRIVE_S)
+        until_counted(fleet)
+        before_sent, before_told = sent(fleet), told(fleet)
+        answers[at] += [ask(shared(number, asked)) for asked in range(1, ASKED + 1) for number in range(PREFIXES)]
+        until_counted(fleet)
+        moved[at], whole[at] = sent(fleet) - before_sent, told(fleet) - before_told
+    print(f"tokens of {PREFIXES * ASKED} prompts: {whole}, sent: {moved}")  # noqa: T201
+    assert answers["frontend"] == answers["plain"]
+    assert whole["frontend"] == whole["plain"]
+    # What differs at the end of a prompt, and the page that is not whole.
+    assert moved["frontend"] <= PREFIXES * ASKED * 2 * PAGE
+    # By load alone a prefix comes to the other decode worker, too, once in two.
+    assert moved["plain"] > moved["frontend"]
+    until("prefill tells of all claims", lambda: settled(fleet, "held") == claims(fleet), ANSWER_S)
