@@ -80,7 +80,7 @@ class Fleet:
         bootstrap = free_port()
         self.http = {name: free_port() for name in WEIGHTS}
         self.system = {name: low_port() for name in WORKERS}
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         installed(folder / "plugins", "kvdelta_sglang", "kvdelta = kvdelta_sglang.plugin:register")
         installed(folder / "lossy", "loses_loads", "loses_loads = loses_loads:install")
         for name, weight in WEIGHTS.items():
@@ -135,13 +135,13 @@ class Fleet:
         if name in self.system:
             environment["DYN_SYSTEM_PORT"] = str(self.system[name])
         log = (self.folder / f"{name}.log").open("wb")
-        self.processes.append(
-            subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)  # noqa: S603
+        self.processes[name] = subprocess.Popen(  # noqa: S603
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
         )
 
     def is_up(self) -> bool:
         """Whether the frontend can answer; an error if a process has ended."""
-        for process in self.processes:
+        for process in self.processes.values():
             if process.poll() is not None:
                 raise RuntimeError(f"{process.args!r} has ended")
         try:
@@ -174,10 +174,10 @@ class Fleet:
 
     def stop(self) -> None:
         """End all, with what they started."""
-        for process in self.processes:
+        for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
-        for process in self.processes:
+        for process in self.processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             # Schedulers may outlive their worker.
@@ -290,3 +290,22 @@ def test_a_request_goes_to_the_decode_worker_that_holds_its_prefix(fleet: Fleet)
     # By load alone a prefix comes to the other decode worker, too, once in two.
     assert moved["plain"] > moved["frontend"]
     until("prefill tells of all claims", lambda: settled(fleet, "held") == claims(fleet), ANSWER_S)
+
+
+def test_when_a_decode_worker_dies_the_other_answers_and_gets_claims(fleet: Fleet) -> None:
+    prompts = [shared(number, 0) for number in range(PREFIXES)]
+    answers = [fleet.ask(prompt) for prompt in prompts]
+    os.killpg(fleet.processes["decode-1"].pid, signal.SIGKILL)
+
+    def is_answered() -> bool:
+        try:
+            got = {at: [fleet.ask(prompt, at=at) for prompt in prompts] for at in WEIGHTS}
+        except OSError:
+            # A request that was under way, or before a frontend knows.
+            return False
+        assert all(said == answers for said in got.values())
+        return True
+
+    until("the other decode worker answers all", is_answered, ANSWER_S)
+    before = claims(fleet)
+    until("claims are made again", lambda: is_answered() and claims(fleet) > before, ANSWER_S)
