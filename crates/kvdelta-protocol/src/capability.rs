@@ -12,7 +12,8 @@ use crate::decode_cache_info::VERSION;
 /// Key of [`Capability`] in a worker's runtime data.
 pub const CAPABILITY_KEY: &str = "decode_cache_info";
 
-/// A decode worker's word that it settles claims; absent: it does not know them.
+/// What a decode worker says of its cache, and whether claims about it are settled; absent: it does not
+/// know them.
 ///
 /// Unknown fields are ignored, so that a later worker can say more.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
