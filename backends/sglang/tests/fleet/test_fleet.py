@@ -30,16 +30,24 @@ FRONTEND: Final = "KVDELTA_TEST_FRONTEND"
 """The frontend of the patched Dynamo."""
 START_S: Final = 300
 ANSWER_S: Final = 90
-PROMPT: Final = " ".join(str(number * number) for number in range(150))
 WORKERS: Final = {"prefill": "prefill", "decode-1": "decode", "decode-2": "decode"}
 """Names of the workers, and their modes."""
 WEIGHTS: Final = {"frontend": "2", "plain": "0"}
 """Names of the frontends, and their weights."""
 PREFIXES: Final = 4
-"""Shared prefixes, each of the length of ``PROMPT``."""
+"""Shared prefixes."""
+PREFIX_PAGES: Final = 10
 ASKED: Final = 6
 """Requests of each, after the first."""
 AT_ONCE: Final = 2
+
+
+def text(seed: int, tokens: int) -> str:
+    """A text of so many tokens of the test model."""
+    return " ".join(f"w{token:04}" for token in random.Random(seed).choices(range(4096), k=tokens))  # noqa: S311
+
+
+PROMPT: Final = text(-1, PREFIX_PAGES * PAGE)
 
 
 def installed(folder: Path, name: str, entry: str) -> None:
@@ -103,7 +111,7 @@ class Fleet:
             "sampling-backend": "pytorch",
             "grammar-backend": "none",
             "page-size": PAGE,
-            "max-total-tokens": 4096,
+            "max-total-tokens": 8192,
             "max-running-requests": 8,
             "random-seed": 1,
             "host": "0.0.0.0",  # noqa: S104 decode asks at the address that prefill advertises
@@ -250,7 +258,7 @@ def test_a_promise_that_decode_cannot_keep_ends_in_a_retry_and_the_right_answer(
     # Prefill sent all of the prompt, and no claim was at fault.
     until(
         "prefill is counted",
-        lambda: fleet.metric("prefill", "sglang:kvdelta_sent_tokens_total") >= sent + 9 * PAGE,
+        lambda: fleet.metric("prefill", "sglang:kvdelta_sent_tokens_total") >= sent + (PREFIX_PAGES - 1) * PAGE,
         ANSWER_S,
     )
     assert fleet.metric("frontend", "dynamo_component_router_decode_trust_lowered_total") == 0
@@ -270,7 +278,7 @@ def told(fleet: Fleet) -> int:
 
 def shared(number: int, asked: int) -> str:
     """A request that shares all but its end with those of the same number."""
-    return f"{number} {PROMPT} {'abcdefg'[asked]} {number * 1000 + asked}"
+    return f"{text(number, PREFIX_PAGES * PAGE)} {text(PREFIXES + number * (ASKED + 1) + asked, PAGE // 2)}"
 
 
 def test_a_request_goes_to_the_decode_worker_that_holds_its_prefix(fleet: Fleet) -> None:
