@@ -281,7 +281,9 @@ def shared(number: int, asked: int) -> str:
     return f"{text(number, PREFIX_PAGES * PAGE)} {text(PREFIXES + number * (ASKED + 1) + asked, PAGE // 2)}"
 
 
-def test_a_request_goes_to_the_decode_worker_that_holds_its_prefix(fleet: Fleet) -> None:
+def test_a_request_goes_to_the_decode_worker_that_holds_its_prefix(
+    fleet: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
     held, claimed = settled(fleet, "held"), claims(fleet)
     answers: dict[str, list[str]] = {}
     moved: dict[str, int] = {}
@@ -300,7 +302,10 @@ def test_a_request_goes_to_the_decode_worker_that_holds_its_prefix(fleet: Fleet)
             answers[at] += at_once.map(ask, prompts)
         until_counted(fleet)
         moved[at], whole[at] = sent(fleet) - before_sent, told(fleet) - before_told
-    print(f"tokens of {PREFIXES * ASKED} prompts: {whole}, sent: {moved}")  # noqa: T201
+    with capsys.disabled():
+        for at, weight in WEIGHTS.items():
+            said = f"{PREFIXES * ASKED} prompts of {whole[at]} tokens, weight {weight}: {moved[at]} tokens sent"
+            print(said)  # noqa: T201
     assert answers["frontend"] == answers["plain"]
     assert whole["frontend"] == whole["plain"]
     # What differs at the end of a prompt, and the page that is not whole.
