@@ -123,7 +123,7 @@ fn with_bootstrap_a_prefix_that_decode_cannot_load_costs_a_second_prefill() -> R
     run(async |trace| {
         let builder = Builder::new(WEIGHT)?
             .prefill(2, bootstrap())
-            .decode(2, Spec::claims())
+            .decode(2, Spec::with_lower_tiers())
             .migrations(0);
         let scene = Scene::start(&trace, builder).await?;
         scene

@@ -101,6 +101,14 @@ impl Spec {
         spec.advertises(capability)
     }
 
+    /// The same with tiers below device memory, from which a load can fail.
+    pub(crate) fn with_lower_tiers() -> Self {
+        let spec = Self::default();
+        let mut capability = capability(spec.block_tokens);
+        capability["lower_tiers"] = true.into();
+        spec.advertises(capability)
+    }
+
     /// It advertises this of claims.
     pub(crate) fn advertises(mut self, capability: Value) -> Self {
         self.runtime_data
