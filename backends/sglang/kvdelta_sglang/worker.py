@@ -49,7 +49,7 @@ def _options(server_args: Any, *, events: bool, indexer: bool) -> list[str]:  # 
     if not events:
         wanting.append("--kv-events-config names no publisher")
     if not indexer:
-        wanting.append("--enable-local-indexer is off")
+        wanting.append("Dynamo's local indexer is off (enable_local_indexer)")
     if (getattr(server_args, "dcp_size", 1) or 1) > 1:
         wanting.append("decode context parallelism is on")
     if getattr(server_args, "enable_lora", False):

@@ -263,7 +263,7 @@ def test_a_decode_worker_with_lower_tiers_says_so(
         ({"disaggregation_decode_enable_radix_cache": False}, [RADIX]),
         ({"events": False}, [EVENTS]),
         ({"disaggregation_decode_enable_radix_cache": False, "events": False}, [RADIX, EVENTS]),
-        ({"indexer": False}, ["--enable-local-indexer is off"]),
+        ({"indexer": False}, ["local indexer is off"]),
         ({"dcp_size": 2}, ["decode context parallelism is on"]),
         ({"enable_lora": True}, ["--enable-lora is on"]),
         ({"elastic_ep_backend": "mooncake"}, ["--elastic-ep-backend is on"]),

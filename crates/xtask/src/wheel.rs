@@ -31,7 +31,7 @@ const PACKAGING: [&str; 2] = ["pyproject.toml", "kvdelta.pyi"];
   cargo xtask wheel                  builds it and prints its path
   cargo xtask wheel --out wheels     a copy of it, for pip install
 
-docs/transfer.md tells what else engines need for kvdelta's connector.")]
+What else engines need: docs/transfer.md for vLLM, docs/sglang.md for SGLang.")]
 pub(crate) struct Options {
     /// Copy the wheel to this folder.
     #[arg(long, value_name = "DIR")]
