@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
 
+import dynamo.sglang
+from sglang.srt.server_args import ServerArgs
+
 from kvdelta_sglang.stats import COUNTERS, PREFIX
 
-PAGES = sorted((Path(__file__).parents[3] / "docs").glob("*.md"))
+ROOT = Path(__file__).parents[3]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 OURS = {f"{PREFIX}{name}_total": counter for name, counter in COUNTERS.items()}
 
 
@@ -24,6 +29,18 @@ def test_every_metric_is_in_the_docs_with_all_values_of_its_label() -> None:
         (row,) = [line for line in lines if line.startswith(f"| `{name}`")]
         assert counter.label is None or f"by `{counter.label}`" in row
         assert all(f"`{value}`" in row for value in counter.values), row
+
+
+def test_every_option_of_the_page_exists() -> None:
+    page = re.sub(r"cargo xtask [^`]*|--only", "", (ROOT / "docs/sglang.md").read_text())
+    options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    # Of Dynamo's workers and of the frontend, where they may be written as a field.
+    others = [Path(dynamo.sglang.__path__[0]) / "backend_args.py", *(ROOT / "tests/dynamo-frontend/src").glob("*.rs")]
+    text = parser.format_help() + "".join(other.read_text().replace("_", "-") for other in others)
+    assert {option for option in options if option.removeprefix("--") not in text} == set()
+    assert "--disaggregation-decode-enable-radix-cache" in options
 
 
 def test_every_metric_is_on_the_board_and_grouped_by_its_label() -> None:
