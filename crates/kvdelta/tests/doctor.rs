@@ -180,22 +180,24 @@ fn expected(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
 }
 
 const TAKEN: (&str, &str) = ("note", "decode-events-taken");
+/// The recorded workers have connectors that settle none.
+const NO_CLAIMS: (&str, &str) = ("note", "no-claims");
 
 #[test]
 fn recorded_weight_1_is_healthy() {
     let recorded = Recorded::new("weight-1");
-    assert_eq!(recorded.findings(&[]), (0, expected(&[TAKEN])));
+    assert_eq!(recorded.findings(&[]), (0, expected(&[NO_CLAIMS, TAKEN])));
     let watching = Recorded::new("weight-1");
     assert_eq!(
         watching.findings(&["--watch", "1"]),
-        (0, expected(&[TAKEN]))
+        (0, expected(&[NO_CLAIMS, TAKEN]))
     );
 }
 
 #[test]
 fn recorded_frontends_without_weight_or_patch_are_a_problem() {
     for name in ["weight-0", "unpatched"] {
-        let problem = expected(&[("problem", "decode-events-not-taken")]);
+        let problem = expected(&[("problem", "decode-events-not-taken"), NO_CLAIMS]);
         assert_eq!(Recorded::new(name).findings(&[]), (1, problem), "{name}");
     }
 }
@@ -209,7 +211,8 @@ fn recorded_round_robin_is_a_problem() {
         findings,
         expected(&[
             ("problem", "one-decode-worker"),
-            ("problem", "frontend-not-kv")
+            ("problem", "frontend-not-kv"),
+            NO_CLAIMS
         ])
     );
 }
@@ -221,7 +224,7 @@ fn recorded_blocks_of_two_sizes_are_a_problem() {
     assert_eq!(code, 1);
     assert_eq!(
         findings,
-        expected(&[("problem", "block-size-of-decode"), TAKEN])
+        expected(&[("problem", "block-size-of-decode"), NO_CLAIMS, TAKEN])
     );
 }
 
@@ -234,7 +237,8 @@ fn recorded_events_off_are_found_on_both_sides() {
         findings,
         expected(&[
             ("problem", "decode-events-off"),
-            ("problem", "events-not-received")
+            ("problem", "events-not-received"),
+            NO_CLAIMS
         ])
     );
 }
@@ -278,7 +282,7 @@ fn a_stopped_frontend_is_unknown_and_not_healthy() {
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(
         codes(&report),
-        expected(&[("unknown", "frontend-unreadable")])
+        expected(&[("unknown", "frontend-unreadable"), NO_CLAIMS])
     );
     let seen = report["findings"][0]["seen"].as_str().unwrap();
     assert!(seen.contains("Connection refused"), "{seen}");
@@ -297,12 +301,12 @@ fn an_unreachable_worker_is_unknown() {
     assert_eq!(code, 2);
     assert_eq!(
         findings,
-        expected(&[("unknown", "worker-unreadable"), TAKEN])
+        expected(&[("unknown", "worker-unreadable"), NO_CLAIMS, TAKEN])
     );
     // The address by option does as well as that of discovery.
     let address = format!("{}/worker-1/metrics", recorded.base);
     let (code, findings) = recorded.findings(&["--metrics", &address]);
-    assert_eq!((code, findings), (0, expected(&[TAKEN])));
+    assert_eq!((code, findings), (0, expected(&[NO_CLAIMS, TAKEN])));
 }
 
 #[test]
@@ -319,7 +323,10 @@ fn broken_and_unknown_records_are_told_apart() {
     fs::write(&card, value.to_string()).unwrap();
     let (code, findings) = recorded.findings(&[]);
     assert_eq!(code, 0);
-    assert_eq!(findings, expected(&[("warning", "entry-broken"), TAKEN]));
+    assert_eq!(
+        findings,
+        expected(&[("warning", "entry-broken"), NO_CLAIMS, TAKEN])
+    );
 }
 
 #[test]
@@ -343,6 +350,7 @@ fn old_records_are_of_workers_that_are_gone() {
         expected(&[
             ("problem", "one-decode-worker"),
             ("warning", "entry-stale"),
+            NO_CLAIMS,
             TAKEN
         ])
     );
@@ -490,7 +498,7 @@ fn etcd_as_a_stand_in_plays_it_holds_the_same_deployment() {
         "--json",
     ]);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(codes(&report), expected(&[TAKEN]));
+    assert_eq!(codes(&report), expected(&[NO_CLAIMS, TAKEN]));
     assert_eq!(report["pools"][0]["decode_workers"], 2);
     assert_eq!(output.status.code(), Some(0));
 }
@@ -570,7 +578,7 @@ fn real_etcd_holds_the_same_deployment() {
     let frontend = recorded.frontend();
     let output = doctor(&["--etcd", &etcd.url, "--frontend", &frontend, "--json"]);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(codes(&report), expected(&[TAKEN]));
+    assert_eq!(codes(&report), expected(&[NO_CLAIMS, TAKEN]));
     assert_eq!(report["pools"][0]["decode_workers"], 2);
 }
 

@@ -39,6 +39,7 @@ pub(crate) fn doctor(deployment: &Deployment) -> Vec<Finding> {
             events(deployment, worker, &mut found);
             prefix_caching(worker, &mut found);
             event_flow(deployment, worker, &mut found);
+            claims(worker, &mut found);
         }
         block_sizes(&pool, &mut found);
         for frontend in &deployment.frontends {
@@ -307,6 +308,22 @@ fn versions(pool: &Pool<'_>, found: &mut Vec<Finding>) {
                 "bring all workers of the pool to Dynamo 1.6",
             ));
         }
+    }
+}
+
+/// Whether a router may tell prefill what the worker holds. The choice of decode does not need it.
+fn claims(worker: &Worker, found: &mut Vec<Finding>) {
+    if let Some(reason) = worker.no_claims {
+        found.push(Finding::new(
+            Severity::Note,
+            "no-claims",
+            worker.name(),
+            format!("no claims are made about it: {reason}"),
+            source(&worker.card, "runtime_data.decode_cache_info"),
+            "nothing if decode is to be chosen by overlap and no more; for claims, what \
+             docs/transfer.md (vLLM) or docs/sglang.md (SGLang) says: the worker's log names what \
+             is missing",
+        ));
     }
 }
 

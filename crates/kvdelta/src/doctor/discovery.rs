@@ -8,6 +8,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kvdelta_indexer::BlockSize;
+use kvdelta_protocol::{CAPABILITY_KEY, Capability, NoCapability};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -126,6 +128,9 @@ struct RuntimeConfig {
     kv_event_publishing_enabled: Option<bool>,
     kv_event_source_mode: Option<String>,
     enable_local_indexer: Option<bool>,
+    /// What the engine's worker adds, by name.
+    #[serde(default)]
+    runtime_data: Value,
     #[serde(default)]
     topology_domains: BTreeMap<String, String>,
     kv_transfer_domain: Option<String>,
@@ -275,6 +280,16 @@ pub(crate) fn publishers(entries: &[Entry]) -> Vec<Publisher> {
     publishers
 }
 
+fn no_claims(runtime_data: &Value, block_size_tokens: Option<u64>) -> Option<NoCapability> {
+    let said = runtime_data.get(CAPABILITY_KEY);
+    let Some(capability) = said.and_then(|said| Capability::deserialize(said).ok()) else {
+        return Some(NoCapability::NotAdvertised);
+    };
+    let own = block_size_tokens.and_then(|tokens| u32::try_from(tokens).ok());
+    let own = own.and_then(|tokens| BlockSize::try_from(tokens).ok());
+    capability.check(own.unwrap_or(capability.block_size)).err()
+}
+
 fn is_any_or(wanted: &Option<String>, value: &str) -> bool {
     wanted.as_ref().is_none_or(|wanted| wanted == value)
 }
@@ -301,6 +316,7 @@ fn worker(namespace: String, component: String, instance_id: u64, card: Card, ke
             format!("{domain}={}", value.map_or("", String::as_str))
         });
     Worker {
+        no_claims: no_claims(&runtime.runtime_data, kv_cache_block_size),
         namespace,
         component,
         instance_id,
@@ -471,6 +487,36 @@ mod tests {
         assert_eq!(worker.block_size_tokens, None);
         assert_eq!(worker.local_indexer, None);
         assert_eq!(worker.system_url, None);
+    }
+
+    #[test]
+    fn a_capability_says_whether_claims_are_made() {
+        let whole = json!({
+            "version": 1, "block_size": 32, "prefix_caching": true, "cache_groups": ["full_attention"],
+        });
+        let with = |key: &str, value: Value| {
+            let mut said = whole.clone();
+            said[key] = value;
+            json!({CAPABILITY_KEY: said})
+        };
+        for (runtime_data, expected) in [
+            (json!({CAPABILITY_KEY: whole}), None),
+            (Value::Null, Some("not_advertised")),
+            (json!({"other": 1}), Some("not_advertised")),
+            (with("version", json!("1")), Some("not_advertised")),
+            (with("version", json!(0)), Some("version")),
+            (with("block_size", json!(16)), Some("block_size")),
+            (with("cache_groups", json!(["mamba"])), Some("cache_groups")),
+        ] {
+            let fields = json!({
+                "display_name": "m", "kv_cache_block_size": 32,
+                "runtime_config": {"runtime_data": runtime_data},
+            });
+            let deployment = deployment(&[card(1, fields)], &Wanted::default());
+            let no_claims = deployment.workers[0].no_claims;
+            let label = no_claims.map(NoCapability::as_label);
+            assert_eq!(label, expected, "{runtime_data}");
+        }
     }
 
     #[test]

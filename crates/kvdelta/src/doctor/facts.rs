@@ -5,6 +5,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+use kvdelta_protocol::NoCapability;
+
 /// A deployment as its discovery, frontends and workers show it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Deployment {
@@ -78,6 +80,8 @@ pub(crate) struct Worker {
     /// `kv_event_source_mode`, where it is not the engine's own events.
     pub(crate) event_source_mode: Option<String>,
     pub(crate) local_indexer: Option<bool>,
+    /// Why a router makes no claims about it, by what it advertises.
+    pub(crate) no_claims: Option<NoCapability>,
     /// Ranks with a registered source of KV events.
     pub(crate) event_source_ranks: BTreeSet<u64>,
     /// Router configuration that the card carries.

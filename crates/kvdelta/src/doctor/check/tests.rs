@@ -7,6 +7,7 @@ use crate::doctor::facts::{
     CardRouter, FrontendCounters, Overlap, TakesEvents, WorkerCounters, WorkerMetrics,
 };
 use Severity::{Note, Problem, Unknown, Warning};
+use kvdelta_protocol::NoCapability;
 
 fn worker(role: Role, id: u64) -> Worker {
     let total = WorkerCounters {
@@ -317,6 +318,11 @@ const CASES: &[Case] = &[
         "no index at the worker",
         |it| it.workers[1].local_indexer = Some(false),
         &[(Warning, "local-indexer-off"), TAKEN],
+    ),
+    (
+        "no connector that settles claims",
+        |it| it.workers[1].no_claims = Some(NoCapability::NotAdvertised),
+        &[(Note, "no-claims"), TAKEN],
     ),
     (
         "prefix caching off",
