@@ -318,7 +318,7 @@ fn claims(worker: &Worker, found: &mut Vec<Finding>) {
             Severity::Note,
             "no-claims",
             worker.name(),
-            format!("no claims are made about it: {reason}"),
+            format!("no claims are made: {reason}"),
             source(&worker.card, "runtime_data.decode_cache_info"),
             "nothing if decode is to be chosen by overlap and no more; for claims, what \
              docs/transfer.md (vLLM) or docs/sglang.md (SGLang) says: the worker's log names what \
