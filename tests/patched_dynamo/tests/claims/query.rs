@@ -299,6 +299,17 @@ fn longer(prefix: &[u32], seed: u64) -> Vec<u32> {
 
 /// Queries of a router, in process and as one outside asks.
 async fn query(observed: &Observed, asked: &[u32]) -> Result<()> {
+    // What prefill booked and freed for those that run may be heard after they decode.
+    let mut last = None;
+    until("no more bookings are heard", async || {
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        let events = observed.fleet.heard()?.0;
+        let before = last.replace(events);
+        Ok((before == Some(events))
+            .then_some(())
+            .ok_or_else(|| format!("{events} events")))
+    })
+    .await?;
     let before = observed.state(asked).await?;
     let overlaps = observed.overlaps(asked).await?;
     let cheapest = observed.cheapest(asked).await?;
