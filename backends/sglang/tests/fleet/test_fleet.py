@@ -42,12 +42,12 @@ ASKED: Final = 6
 AT_ONCE: Final = 2
 
 
-def text(seed: int, tokens: int) -> str:
+def words(seed: int, tokens: int) -> str:
     """A text of so many tokens of the test model."""
     return " ".join(f"w{token:04}" for token in random.Random(seed).choices(range(4096), k=tokens))  # noqa: S311
 
 
-PROMPT: Final = text(-1, PREFIX_PAGES * PAGE)
+PROMPT: Final = words(-1, PREFIX_PAGES * PAGE)
 
 
 def installed(folder: Path, name: str, entry: str) -> None:
@@ -221,6 +221,21 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             print(f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}")  # noqa: T201
 
 
+def sent(fleet: Fleet) -> int:
+    """Tokens of prompts that prefill has sent."""
+    return fleet.metric("prefill", "sglang:kvdelta_sent_tokens_total")
+
+
+def skipped(fleet: Fleet) -> int:
+    """Tokens of prompts that decode held."""
+    return fleet.metric("prefill", "sglang:kvdelta_skipped_tokens_total")
+
+
+def told(fleet: Fleet) -> int:
+    """Tokens of prompts of which prefill has counted whether they were sent."""
+    return sent(fleet) + skipped(fleet)
+
+
 def until_counted(fleet: Fleet) -> None:
     """Wait until prefill has counted all that it was asked."""
     last = -1
@@ -249,20 +264,20 @@ def until_claimed(fleet: Fleet, prompt: str, **options: str) -> None:
 
 def test_the_router_claims_what_decode_holds_and_it_does(fleet: Fleet) -> None:
     answer = fleet.ask(PROMPT)
-    assert fleet.metric("prefill", "sglang:kvdelta_skipped_tokens_total") == 0
+    assert skipped(fleet) == 0
 
     until_claimed(fleet, PROMPT)
     assert fleet.ask(PROMPT) == answer
     until("prefill tells of all claims", lambda: settled(fleet, "held") == claims(fleet), ANSWER_S)
     assert all(settled(fleet, outcome) == 0 for outcome in ("stale", "content", "unsettled", "invalid"))
-    assert fleet.metric("prefill", "sglang:kvdelta_skipped_tokens_total") > 0
+    assert skipped(fleet) > 0
     assert fleet.metric("frontend", "dynamo_component_router_decode_trust_lowered_total") == 0
 
 
 def test_a_promise_that_decode_cannot_keep_ends_in_a_retry_and_the_right_answer(fleet: Fleet) -> None:
     answer = fleet.ask(PROMPT)
     until_claimed(fleet, PROMPT)
-    sent = fleet.metric("prefill", "sglang:kvdelta_sent_tokens_total")
+    before = sent(fleet)
     fleet.loses.touch()
     assert fleet.ask(PROMPT) == answer
     assert not fleet.loses.exists()
@@ -270,29 +285,15 @@ def test_a_promise_that_decode_cannot_keep_ends_in_a_retry_and_the_right_answer(
     repeated = fleet.metric("frontend", "dynamo_component_router_decode_failed_loads_total", 'kind="ask_again"')
     assert repeated == 1
     # Prefill sent all of the prompt, and no claim was at fault.
-    until(
-        "prefill is counted",
-        lambda: fleet.metric("prefill", "sglang:kvdelta_sent_tokens_total") >= sent + (PREFIX_PAGES - 1) * PAGE,
-        ANSWER_S,
-    )
+    until("prefill is counted", lambda: sent(fleet) >= before + (PREFIX_PAGES - 1) * PAGE, ANSWER_S)
     assert fleet.metric("frontend", "dynamo_component_router_decode_trust_lowered_total") == 0
     # What was sent under a salt of its own is not what the next request finds.
     assert fleet.ask(PROMPT) == answer
 
 
-def sent(fleet: Fleet) -> int:
-    """Tokens of prompts that prefill has sent."""
-    return fleet.metric("prefill", "sglang:kvdelta_sent_tokens_total")
-
-
-def told(fleet: Fleet) -> int:
-    """Tokens of prompts of which prefill has counted whether they were sent."""
-    return sent(fleet) + fleet.metric("prefill", "sglang:kvdelta_skipped_tokens_total")
-
-
 def shared(number: int, asked: int) -> str:
     """A request that shares all but its end with those of the same number."""
-    return f"{text(number, PREFIX_PAGES * PAGE)} {text(PREFIXES + number * (ASKED + 1) + asked, PAGE // 2)}"
+    return f"{words(number, PREFIX_PAGES * PAGE)} {words(PREFIXES + number * (ASKED + 1) + asked, PAGE // 2)}"
 
 
 def test_a_request_goes_to_the_decode_worker_that_holds_its_prefix(
