@@ -27,6 +27,7 @@ use crate::fleet::{
 use crate::frontend;
 use crate::interrupt;
 use crate::outputs::{Reference, Tally, Verdict, compare};
+use crate::ports::check_port;
 use crate::progress::{Step, say};
 use crate::report::{Kill, Measured, Report, Routing, Run, median};
 use crate::wheel;
@@ -254,7 +255,7 @@ pub(crate) fn measure(cache: &Cache, options: &Options) -> Result<Report> {
     options.validate()?;
     fleet::check_memory((options.prefill + options.decode).into())?;
     if let Some(port) = options.http_port {
-        fleet::check_port(port)?;
+        check_port(port)?;
     }
     let began = Instant::now();
     let python = env::engines(cache)?;

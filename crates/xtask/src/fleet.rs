@@ -9,7 +9,6 @@ use std::cmp::Reverse;
 use std::collections::HashSet;
 use std::ffi::OsString;
 use std::fs::{self, File};
-use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -24,6 +23,7 @@ use serde_json::{Map, Value, json};
 use crate::client::{Client, grown};
 use crate::command::tail;
 use crate::env;
+use crate::ports::{check_port, free_ports};
 use crate::progress::{Step, say};
 use crate::report::{DecodeEvents, Routing};
 
@@ -43,6 +43,8 @@ pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(900);
 const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 const EVENT_SOURCES_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(500);
+/// What a process writes that cannot listen on a port.
+const PORT_TAKEN: &str = "Address already in use";
 
 /// What a fleet is made of.
 #[derive(Debug, Clone)]
@@ -171,13 +173,35 @@ impl Process {
     pub(crate) fn check(&mut self) -> Result<()> {
         if let Some(status) = self.exited()? {
             bail!(
-                "{} ended while it was needed ({status}); the end of {}:\n{}",
+                "{} ended while it was needed ({status}); {}",
                 self.name,
-                self.log.display(),
-                tail(&self.log)
+                self.tail()
             );
         }
         Ok(())
+    }
+
+    /// As [`Self::check`], while it starts: an error also if a port that it was given is taken.
+    ///
+    /// An engine of vLLM whose NIXL listener finds its port taken lives on and is never up.
+    pub(crate) fn check_start(&mut self) -> Result<()> {
+        self.check()?;
+        let log =
+            fs::read(&self.log).with_context(|| format!("cannot read {}", self.log.display()))?;
+        let log = String::from_utf8_lossy(&log);
+        if let Some(line) = log.lines().find(|line| line.contains(PORT_TAKEN)) {
+            bail!(
+                "{} cannot start, something else listens on one of its ports: {line}; start it \
+                 again; its log is {}",
+                self.name,
+                self.log.display()
+            );
+        }
+        Ok(())
+    }
+
+    fn tail(&self) -> String {
+        format!("the end of {}:\n{}", self.log.display(), tail(&self.log))
     }
 
     fn group(&self) -> Result<Pid> {
@@ -568,7 +592,7 @@ impl Fleet {
         let mut step = Step::begin(what.to_owned());
         let deadline = Instant::now() + START_TIMEOUT;
         loop {
-            self.check()?;
+            self.processes().try_for_each(Process::check_start)?;
             let seen = self.registered().await.unwrap_or_default();
             let wanted = [Role::Prefill, Role::Decode].map(|role| {
                 self.workers
@@ -585,9 +609,10 @@ impl Fleet {
                 return Ok(());
             }
             if Instant::now() > deadline {
+                let ends: String = self.processes().map(|process| process.tail()).collect();
                 bail!(
                     "{what}: after {} s the frontend sees {found:?} of {wanted:?} prefill and \
-                     decode workers; logs are in {}",
+                     decode workers; logs are in {}\n{ends}",
                     START_TIMEOUT.as_secs(),
                     self.folder.display()
                 );
@@ -622,13 +647,12 @@ impl Fleet {
 
     /// An error if any process has ended.
     pub(crate) fn check(&mut self) -> Result<()> {
-        for worker in &mut self.workers {
-            worker.process.check()?;
-        }
-        if let Some((frontend, _)) = &mut self.frontend {
-            frontend.check()?;
-        }
-        Ok(())
+        self.processes().try_for_each(Process::check)
+    }
+
+    fn processes(&mut self) -> impl Iterator<Item = &mut Process> {
+        let workers = self.workers.iter_mut().map(|worker| &mut worker.process);
+        workers.chain(self.frontend.iter_mut().map(|(frontend, _)| frontend))
     }
 
     /// What the frontend wrote.
@@ -754,7 +778,7 @@ impl Aggregated {
             .await
             .is_err()
         {
-            aggregated.process.check()?;
+            aggregated.process.check_start()?;
             if Instant::now() > deadline {
                 bail!(
                     "the aggregated worker is not up after {} s",
@@ -913,34 +937,6 @@ fn available_bytes() -> Result<u64> {
     Ok(kib * 1024)
 }
 
-/// Ports that nothing listens on now, all different.
-///
-/// Below the range from which systems take the ports of outgoing connections, and because
-/// Dynamo reads DYN_SYSTEM_PORT as an i16.
-pub(crate) fn free_ports<const N: usize>() -> Result<[u16; N]> {
-    let mut listeners = Vec::new();
-    for _ in 0..1000 {
-        let port = fastrand::u16(20_000..=32_767);
-        // A port that is held already cannot be bound a second time.
-        listeners.extend(TcpListener::bind(("0.0.0.0", port)));
-        if listeners.len() == N {
-            break;
-        }
-    }
-    let mut ports = [0; N];
-    for (index, port) in ports.iter_mut().enumerate() {
-        let listener = listeners.get(index).context("no free port was found")?;
-        *port = listener.local_addr()?.port();
-    }
-    Ok(ports)
-}
-
-/// `port` if nothing listens on it.
-pub(crate) fn check_port(port: u16) -> Result<u16> {
-    TcpListener::bind(("127.0.0.1", port)).with_context(|| format!("port {port} is taken"))?;
-    Ok(port)
-}
-
 #[cfg(test)]
 mod tests {
     use nix::errno::Errno;
@@ -1007,11 +1003,24 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_port_is_named() {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let error = check_port(port).unwrap_err().to_string();
-        assert_eq!(error, format!("port {port} is taken"));
+    fn a_process_that_lives_on_without_its_port_has_not_started() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut command = Command::new("sh");
+        let line = "zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:23998')";
+        command.args(["-c", "echo up; echo \"$0\"; sleep 1000", line]);
+        let mut process = Process::spawn("prefill-0", command, folder.path()).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let error = loop {
+            process.check().unwrap();
+            if let Err(error) = process.check_start() {
+                break error.to_string();
+            }
+            assert!(Instant::now() < deadline);
+            thread::sleep(Duration::from_millis(10));
+        };
+        stop(std::slice::from_mut(&mut process));
+        assert!(error.starts_with("prefill-0 cannot start"), "{error}");
+        assert!(error.contains(line), "{error}");
     }
 
     #[test]

@@ -35,10 +35,11 @@ use crate::client::Client;
 use crate::env;
 use crate::fleet::{
     self, BLOCK_SIZE, ENGINE_OPTIONS, MODEL, Process, START_TIMEOUT, api_server,
-    engine_environment, free_ports, kv_events,
+    engine_environment, kv_events,
 };
 use crate::frontend;
 use crate::interrupt;
+use crate::ports::free_ports;
 use crate::progress::{Step, say};
 
 /// Blocks of the engines' KV caches, and bytes of one block of the test model.
@@ -380,7 +381,7 @@ impl<'a> Vllm<'a> {
         let deadline = Instant::now() + START_TIMEOUT;
         let health = format!("{}/health", self.base());
         while self.client.get(&health).await.is_err() {
-            self.process[0].check()?;
+            self.process[0].check_start()?;
             ensure!(Instant::now() < deadline, "vLLM is not up");
             step.tick("");
             tokio::time::sleep(POLL).await;

@@ -28,6 +28,7 @@ mod outputs;
 mod own_crates;
 mod patch;
 mod phase;
+mod ports;
 mod pr_text;
 mod progress;
 mod pytest;

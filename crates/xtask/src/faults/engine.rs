@@ -15,9 +15,8 @@ use tokio::sync::watch;
 use crate::client::Client;
 use crate::command::tail;
 use crate::faults::plan::Connector;
-use crate::fleet::{
-    self, ENGINE_OPTIONS, MODEL, Process, START_TIMEOUT, api_server, free_ports, kv_events,
-};
+use crate::fleet::{self, ENGINE_OPTIONS, MODEL, Process, START_TIMEOUT, api_server, kv_events};
+use crate::ports::free_ports;
 use crate::progress::{Step, say};
 
 /// Bytes of one block of the test model.
@@ -187,7 +186,9 @@ impl Engine {
         let deadline = Instant::now() + START_TIMEOUT;
         let health = format!("{}/health", self.base());
         while self.client.get(&health).await.is_err() {
-            self.check()?;
+            self.process()
+                .as_mut()
+                .map_or(Ok(()), Process::check_start)?;
             if Instant::now() > deadline {
                 bail!(
                     "{} is not up; its log ends:\n{}",
@@ -232,10 +233,7 @@ impl Engine {
 
     /// An error with the tail of its log if it has ended.
     pub(crate) fn check(&self) -> Result<()> {
-        match self.process().as_mut() {
-            Some(process) => process.check(),
-            None => Ok(()),
-        }
+        self.process().as_mut().map_or(Ok(()), Process::check)
     }
 
     fn process(&self) -> std::sync::MutexGuard<'_, Option<Process>> {
