@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, wait
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -15,6 +14,7 @@ import inside
 import msgspec
 import numpy as np
 import zmq
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,20 +79,12 @@ def _run(pipe: Connection, options: dict[str, Any]) -> None:
     engine.shutdown()
 
 
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        port: int = bound.getsockname()[1]
-        return port
-
-
 @dataclass(frozen=True)
 class Publisher:
     """Where an engine publishes its KV events; the second of two ranks one port higher."""
 
-    events: int = field(default_factory=free_port)
-    replay: int = field(default_factory=free_port)
+    events: int = field(default_factory=lambda: free_port(2))
+    replay: int = field(default_factory=lambda: free_port(2))
 
     def config(self) -> str:
         """SGLang's option for it."""
@@ -128,7 +120,8 @@ class Engine:
         self.folder, self.mode = folder, mode
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
-        options = COMMON | {"port": free_port(), "disaggregation_mode": mode} | options
+        ports = {"port": free_port(), "nccl_port": free_port()}
+        options = COMMON | ports | {"disaggregation_mode": mode} | options
         self.process = spawn.Process(target=_run, args=(theirs, options))
         self.process.start()
         theirs.close()

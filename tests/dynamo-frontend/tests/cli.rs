@@ -6,7 +6,8 @@
 use std::fs;
 use std::io::Read;
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{self, Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -189,9 +190,17 @@ fn frontend(args: &[&str], variables: &[(&str, &str)]) -> Command {
     command
 }
 
+/// Of the tests that run side by side, none gets another's port: the program listens later on it.
 fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    listener.local_addr().expect("its address").port()
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let next = process::id().wrapping_add(NEXT.fetch_add(1, Relaxed));
+        // Below the range from which systems take ports on their own.
+        let port = 20_000 + u16::try_from(next % 12_000).expect("below 12000");
+        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
 }
 
 #[test]

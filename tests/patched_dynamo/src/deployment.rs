@@ -5,7 +5,7 @@
 use std::net::TcpListener;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use dynamo_llm::entrypoint::input::{Input, run_input};
 use dynamo_llm::entrypoint::{EngineConfig, RouterConfig};
 use dynamo_llm::local_model::LocalModelBuilder;
@@ -56,6 +56,12 @@ pub async fn serve(
 }
 
 /// A port that nobody listened on a moment ago.
+///
+/// Below the range from which systems take ports on their own: the workers that start meanwhile
+/// leave it to the frontend.
 pub fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+    (0..1000)
+        .map(|_| fastrand::u16(20_000..=32_767))
+        .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
+        .context("no free port was found between 20000 and 32767")
 }

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from engines import MODEL, ON_CPU, PAGE
 from loses_loads import FILE
+from ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,15 +58,6 @@ def installed(folder: Path, name: str, entry: str) -> None:
     (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry}\n")
 
 
-def low_port() -> int:
-    """A port that nobody has now, below 2^15: Dynamo takes no other for its metrics, connections no such one."""
-    for port in random.sample(range(20000, 2**15), 100):
-        with socket.socket() as bound, contextlib.suppress(OSError):
-            bound.bind(("0.0.0.0", port))  # noqa: S104 as Dynamo does
-            return port
-    raise RuntimeError("no free port")
-
-
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:  # noqa: S310
         text: str = answer.read().decode()
@@ -86,9 +77,9 @@ class Fleet:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.loses = folder, folder / "loses"
-        bootstrap = low_port()
-        self.http = {name: low_port() for name in WEIGHTS}
-        self.system = {name: low_port() for name in WORKERS}
+        bootstrap = free_port()
+        self.http = {name: free_port() for name in WEIGHTS}
+        self.system = {name: free_port() for name in WORKERS}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         installed(folder / "plugins", "kvdelta_sglang", "kvdelta = kvdelta_sglang.plugin:register")
         installed(folder / "lossy", "loses_loads", "loses_loads = loses_loads:install")
@@ -101,7 +92,7 @@ class Fleet:
 
     def options(self, mode: str, bootstrap: int) -> list[str]:
         """Options of a worker."""
-        events = {"publisher": "zmq", "topic": "kv-events", "endpoint": f"tcp://*:{low_port()}"}
+        events = {"publisher": "zmq", "topic": "kv-events", "endpoint": f"tcp://*:{free_port()}"}
         options = {
             "model-path": os.environ[MODEL],
             "served-model-name": "m",
@@ -115,7 +106,8 @@ class Fleet:
             "max-running-requests": 8,
             "random-seed": 1,
             "host": "0.0.0.0",  # noqa: S104 decode asks at the address that prefill advertises
-            "port": low_port(),
+            "port": free_port(),
+            "nccl-port": free_port(),
             "disaggregation-mode": mode,
             "disaggregation-transfer-backend": "nixl",
             "disaggregation-bootstrap-port": bootstrap,
