@@ -30,16 +30,16 @@ class Touched:
 PREFILL: Final = Touched(
     "sglang.srt.disaggregation.prefill", "PrefillBootstrapQueue", ("finalize_bootstrap(req)", "kv_manager")
 )
-DECODE: Final = Touched(
-    "sglang.srt.disaggregation.decode_hicache_mixin",
-    "DecodeHiCacheTransferMixin",
-    ("_try_hicache_queue_load_back(dr)",),
-)
+_TIERS: Final = "sglang.srt.disaggregation.decode_hicache_mixin"
+LOAD: Final = Touched(_TIERS, "DecodeHiCacheTransferMixin", ("_try_hicache_queue_load_back(dr)",))
+PREFETCH: Final = Touched(_TIERS, "DecodeHiCachePreallocMixin", ("_start_hicache_prefetch(req, prefix_match)",))
 
 TOUCHED: Final = (
     PREFILL,
-    DECODE,
-    Touched("sglang.srt.disaggregation.decode_hicache_mixin", "HiCacheRestoreResult", ("FAILED",)),
+    LOAD,
+    PREFETCH,
+    Touched(_TIERS, "DecodePrefixMatch", ("l3_storage_hit_length",)),
+    Touched(_TIERS, "HiCacheRestoreResult", ("FAILED",)),
     Touched("sglang.srt.disaggregation.decode", "DecodeRequest", ("hicache_restore_status", "req")),
     Touched(
         "sglang.srt.managers.schedule_batch",
@@ -50,7 +50,8 @@ TOUCHED: Final = (
     Touched("sglang.srt.disaggregation.base.conn", "KVArgs", ("page_size", "kv_item_lens")),
     Touched("sglang.srt.managers.tokenizer_manager", "TokenizerManager", ("update_request_meta_info",)),
     Touched("sglang.srt.plugins.hook_registry", "HookRegistry", ("register(target, hook, hook_type)",)),
-    Touched("sglang.srt.plugins.hook_registry", "HookType", ("AFTER",)),
+    Touched("sglang.srt.plugins.hook_registry", "HookType", ("AFTER", "AROUND")),
+    Touched("sglang.srt.plugins", None, ("load_plugins()",)),
 )
 """What the hooks touch."""
 
@@ -103,13 +104,17 @@ def missing(table: tuple[Touched, ...] = TOUCHED) -> tuple[str, ...]:
 def plain_reason() -> str | None:
     """Say what keeps this process from settling claims; None: nothing does."""
     try:
-        importlib.import_module("kvdelta")
+        from kvdelta import OFFER_KEY, PROTOCOL_VERSION, BadClaim, Claim  # noqa: F401, PLC0415
     except ImportError as error:
-        return f"the Python package kvdelta is missing ({error})"
+        return f"the Python package kvdelta is missing or another version ({error})"
     if lacks := missing():
         return f"this SGLang lacks {', '.join(lacks)}"
+    from sglang.srt.plugins import load_plugins  # noqa: PLC0415
+
     from . import plugin  # noqa: PLC0415
 
+    # SGLang has loaded them already, but for a process that takes requests beside the first (--tokenizer-worker-num).
+    load_plugins()
     if not plugin.is_loaded():
         return (
             "SGLang did not load the plugin kvdelta: its entry point is not installed, or SGLANG_PLUGINS leaves it out"

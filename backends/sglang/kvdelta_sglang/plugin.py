@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang loads in each of its processes: two hooks that look on.
+"""What SGLang loads in each of its processes: two hooks that look on, and one that keeps a promise.
 
 SGLang's own decode radix cache decides what is sent. Where a scheduler knows something that the worker in front of it
 needs, a hook puts it into ``customized_info``, which SGLang hands on as ``meta_info``.
@@ -66,7 +66,24 @@ def after_load(_is_queued: bool, _queue: Any, dr: Any) -> None:  # noqa: ANN401,
         _tell(dr.req, FAILED_LOAD_KEY, True)  # noqa: FBT003
 
 
-_HOOKS: Final = ((compat.PREFILL, after_bootstrap), (compat.DECODE, after_load))
+def around_prefetch(original: Callable[..., None], queue: Any, req: Any, prefix_match: Any) -> None:  # noqa: ANN401
+    """Hold decode to what it tells prefill; around ``DecodeHiCachePreallocMixin._start_hicache_prefetch``.
+
+    Where the prefetch from storage cannot begin, SGLang 0.5.21 takes that length back and tells prefill the longer one
+    all the same: nothing would fill those pages, and decode would read what is left in them. With the length kept, the
+    load fails by SGLang's own check, and ``after_load`` notes it.
+    """
+    told_tokens = getattr(prefix_match, "l3_storage_hit_length", 0)
+    original(queue, req, prefix_match)
+    if told_tokens > 0:
+        prefix_match.l3_storage_hit_length = told_tokens
+
+
+_HOOKS: Final = (
+    (compat.PREFILL, after_bootstrap, "AFTER"),
+    (compat.LOAD, after_load, "AFTER"),
+    (compat.PREFETCH, around_prefetch, "AROUND"),
+)
 
 
 def register() -> None:
@@ -77,13 +94,13 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
-    for touched, hook in _HOOKS:
-        HookRegistry.register(_target(touched), hook, HookType.AFTER)
+    for touched, hook, kind in _HOOKS:
+        HookRegistry.register(_target(touched), hook, HookType[kind])
 
 
 def is_loaded() -> bool:
-    """Whether both hooks are in place in this process."""
-    for touched, _ in _HOOKS:
+    """Whether all hooks are in place in this process."""
+    for touched, _, _ in _HOOKS:
         owner = getattr(importlib.import_module(touched.module), touched.owner or "")
         if not hasattr(getattr(owner, _target(touched).rpartition(".")[2]), "__wrapped__"):
             return False

@@ -54,6 +54,8 @@ def _options(server_args: Any, *, events: bool, indexer: bool) -> list[str]:  # 
         wanting.append("decode context parallelism is on")
     if getattr(server_args, "enable_lora", False):
         wanting.append("--enable-lora is on, and SGLang's KV events do not name the adapter")
+    if getattr(server_args, "enable_unified_cache_external_linker", False):
+        wanting.append("--enable-unified-cache-external-linker is on, and decode does not load what it finds there")
     if getattr(server_args, "elastic_ep_backend", None):
         wanting.append("--elastic-ep-backend is on, and SGLang's KV events do not tell its caches apart")
     return wanting

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from entry_points import KVDELTA, installed
 from sglang.srt.disaggregation import decode_hicache_mixin
-from sglang.srt.disaggregation.decode import DecodeRequest, DecodeTransferQueue
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeRequest, DecodeTransferQueue
 from sglang.srt.disaggregation.decode_hicache_mixin import DecodePrefixMatch, HiCacheRestoreResult
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -21,6 +24,9 @@ from kvdelta_sglang import compat, plugin, worker
 from kvdelta_sglang.compat import Touched
 from kvdelta_sglang.plugin import FAILED_LOAD_KEY, PREFIX_KEY
 from kvdelta_sglang.worker import ClaimWorker
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PAGE, PAGE_BYTES = 16, 2048
 
@@ -92,35 +98,126 @@ def test_what_others_put_there_stays() -> None:
     assert info == {"theirs": [1]}
 
 
-def load_back(monkeypatch: pytest.MonkeyPatch, promised: int, loaded: int) -> DecodeRequest:
-    """Have SGLang's own code load a prefix of which 16 tokens are on the device."""
-    on_device = torch.arange(16)
-    found = SimpleNamespace(device_indices=on_device, best_match_node=None, host_hit_length=promised - 16)
-    monkeypatch.setattr(decode_hicache_mixin, "match_prefix_for_req", lambda *_, **__: found)
-    request = SimpleNamespace(rid="r", origin_input_ids=[], customized_info=None, last_node=None)
-    match = DecodePrefixMatch(on_device, promised - 16, 0, None)
-    asked = DecodeRequest(req=request, kv_receiver=None, prefix_match=match)
-    receipt = SimpleNamespace(to_dec_params=lambda: None)
-    queue = DecodeTransferQueue.__new__(DecodeTransferQueue)
-    queue.tree_cache = SimpleNamespace(
-        init_load_back=lambda _: (torch.arange(loaded), "node"), inc_lock_ref=lambda _: receipt
+class Tiers:
+    """A decode worker's tree whose lower tiers load so many tokens."""
+
+    hicache_storage_pass_prefix_keys = False
+
+    def __init__(self, loaded: int) -> None:
+        self.loaded, self.fetched = loaded, 0
+
+    def get_last_hash_value(self, _: object) -> str:
+        """As SGLang's."""
+        return "hash"
+
+    def prefetch_from_storage(
+        self, _handle: object, _node: object, suffix: list[int], *_: object, **__: object
+    ) -> None:
+        """As SGLang's."""
+        self.fetched = len(suffix)
+
+    def has_ongoing_prefetch(self, _: object) -> bool:
+        """As SGLang's."""
+        return self.fetched > 0
+
+    def check_prefetch_progress(self, _: object) -> bool:
+        """As SGLang's where none runs any more."""
+        return True
+
+    def pop_prefetch_loaded_tokens(self, _: object) -> int:
+        """As SGLang's."""
+        return self.fetched
+
+    def init_load_back(self, _: object) -> tuple[torch.Tensor, str]:
+        """As SGLang's."""
+        return torch.arange(self.loaded), "node"
+
+    def inc_lock_ref(self, _: object) -> SimpleNamespace:
+        """As SGLang's."""
+        return SimpleNamespace(to_dec_params=lambda: None)
+
+
+def asking(host: int, storage: int) -> DecodeRequest:
+    """A request of which decode has 16 tokens on the device, and so many on each of the lower tiers."""
+    request = SimpleNamespace(
+        rid="r",
+        origin_input_ids=list(range(100)),
+        customized_info=None,
+        last_node=None,
+        cache_request_handle="r",
+        extra_key=None,
+        cache_salt=None,
     )
+    match = DecodePrefixMatch(torch.arange(16), host, storage, None, last_host_node="node")
+    return DecodeRequest(req=request, kv_receiver=None, prefix_match=match)
+
+
+def load_back(monkeypatch: pytest.MonkeyPatch, asked: DecodeRequest, tiers: Tiers) -> DecodeRequest:
+    """Have SGLang's own code load its prefix."""
+    found = SimpleNamespace(device_indices=torch.arange(16), best_match_node=None, host_hit_length=tiers.loaded)
+    monkeypatch.setattr(decode_hicache_mixin, "match_prefix_for_req", lambda *_, **__: found)
+    queue = DecodeTransferQueue.__new__(DecodeTransferQueue)
+    queue.tree_cache = tiers
     queue._try_hicache_queue_load_back(asked)
     return asked
 
 
+def prefetch(asked: DecodeRequest, tiers: Tiers) -> None:
+    """Have SGLang's own code begin to fetch from storage."""
+    queue = DecodePreallocQueue.__new__(DecodePreallocQueue)
+    queue.tree_cache = tiers
+    queue._start_hicache_prefetch(asked.req, asked.prefix_match)
+
+
 @pytest.mark.usefixtures("_loaded")
 def test_decode_notes_a_promise_that_it_cannot_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = load_back(monkeypatch, promised=64, loaded=32)
+    asked = load_back(monkeypatch, asking(host=48, storage=0), Tiers(loaded=32))
     assert asked.hicache_restore_status == HiCacheRestoreResult.FAILED
     assert asked.req.customized_info == {FAILED_LOAD_KEY: [True]}
 
 
 @pytest.mark.usefixtures("_loaded")
 def test_decode_notes_nothing_of_a_promise_that_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = load_back(monkeypatch, promised=64, loaded=48)
+    asked = load_back(monkeypatch, asking(host=48, storage=0), Tiers(loaded=48))
     assert asked.hicache_restore_status == HiCacheRestoreResult.PENDING
     assert asked.req.customized_info is None
+
+
+@pytest.mark.usefixtures("_loaded")
+@pytest.mark.parametrize("host", [0, 32])
+def test_a_prefetch_that_cannot_begin_is_a_promise_that_decode_cannot_keep(
+    monkeypatch: pytest.MonkeyPatch, host: int
+) -> None:
+    tiers = Tiers(loaded=host)
+    asked = asking(host=host, storage=48)
+    told = asked.prefix_match.decode_prefix_len
+    monkeypatch.setattr(tiers, "prefetch_from_storage", None)
+    prefetch(asked, tiers)
+    # What prefill was told still counts, though SGLang takes it back.
+    assert asked.prefix_match.decode_prefix_len == told == 16 + host + 48
+    load_back(monkeypatch, asked, tiers)
+    assert asked.hicache_restore_status == HiCacheRestoreResult.FAILED
+    assert asked.req.customized_info == {FAILED_LOAD_KEY: [True]}
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_a_prefetch_that_begins_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = Tiers(loaded=48)
+    asked = asking(host=0, storage=48)
+    prefetch(asked, tiers)
+    assert tiers.fetched == 48
+    assert asked.prefix_match.prefetch_registered
+    load_back(monkeypatch, asked, tiers)
+    assert asked.hicache_restore_status == HiCacheRestoreResult.PENDING
+    assert asked.req.customized_info is None
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_without_a_prefix_nothing_is_fetched() -> None:
+    tiers = Tiers(loaded=0)
+    prefetch(DecodeRequest(req=None, kv_receiver=None, prefix_match=None), tiers)
+    prefetch(asking(host=32, storage=0), tiers)
+    assert tiers.fetched == 0
 
 
 def test_what_is_wrong_in_a_hook_does_not_reach_the_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,6 +284,31 @@ def test_a_plugin_that_sglang_did_not_load_is_told(monkeypatch: pytest.MonkeyPat
     assert "SGLANG_PLUGINS" in reason
 
 
+def test_plugins_are_loaded_in_a_process_in_which_sglang_does_not(tmp_path: Path) -> None:
+    installed(tmp_path, KVDELTA)
+    asks = "from kvdelta_sglang import compat, plugin; print(plugin.is_loaded(), compat.plain_reason())"
+    said = {}
+    for allowed in ("", "another"):
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "SGLANG_PLUGINS": allowed,
+        }
+        process = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", asks], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        )
+        said[allowed] = process.stdout.splitlines()[-1]
+    assert said[""] == "False None"
+    assert "SGLANG_PLUGINS leaves it out" in said["another"]
+
+
+def test_a_wheel_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("kvdelta.OFFER_KEY")
+    reason = compat.plain_reason()
+    assert reason is not None
+    assert "kvdelta is missing or another version" in reason
+    assert "OFFER_KEY" in reason
+
+
 def test_without_the_wheel_one_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,7 +319,7 @@ def test_without_the_wheel_one_warning_says_so(
     alone = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(alone)
     said = alone.ClaimWorker()
-    assert "the Python package kvdelta is missing" in said.plain_reason
+    assert "the Python package kvdelta is missing or another version" in said.plain_reason
     (warning,) = caplog.records
     assert said.plain_reason in warning.getMessage()
     assert said.settle({}, token_ids=None, cache_salt=None, meta_info={}) is None
@@ -267,6 +389,7 @@ def test_a_decode_worker_with_lower_tiers_says_so(
         ({"dcp_size": 2}, ["decode context parallelism is on"]),
         ({"enable_lora": True}, ["--enable-lora is on"]),
         ({"elastic_ep_backend": "mooncake"}, ["--elastic-ep-backend is on"]),
+        ({"enable_unified_cache_external_linker": True}, ["--enable-unified-cache-external-linker is on"]),
     ],
 )
 def test_one_warning_names_the_options_that_are_wanting(

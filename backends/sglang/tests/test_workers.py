@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import workers
 from engines import PAGE
+from entry_points import KVDELTA, installed
 from kvdelta import OFFER_KEY
 
 from kvdelta_sglang.content import event_hash
@@ -27,15 +28,11 @@ PROMPT_PAGES = 10
 @contextmanager
 def started(folder: Path, **environment: str) -> Iterator[workers.Workers]:
     """Workers whose SGLang finds the plugin by the entry point of an installed package."""
-    installed = folder / "installed"
-    metadata = installed / "kvdelta_sglang-0.1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvdelta-sglang\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\nkvdelta = kvdelta_sglang.plugin:register\n")
+    installed(folder / "installed", KVDELTA)
     with pytest.MonkeyPatch.context() as patched:
         for name, value in environment.items():
             patched.setenv(name, value)
-        patched.syspath_prepend(installed)
+        patched.syspath_prepend(folder / "installed")
         patched.setattr(engines, "_run", workers.run)
         with workers.Workers(folder, {}, {}) as pair:
             yield pair

@@ -376,6 +376,7 @@ async fn job(parts: &Parts, connected: &Parts, folder: &Path, options: &Options)
             if !part.is_empty() {
                 let (measured, found) =
                     workload_run(&client, &mut fleet, workload, &part, &model, options).await?;
+                say(measured.to_string());
                 workloads.push(measured);
                 answered.extend(found);
             }

@@ -127,6 +127,28 @@ pub(crate) struct Measured {
     pub(crate) not_equal: Vec<(usize, Verdict)>,
 }
 
+impl Measured {
+    fn saved_share(&self) -> f64 {
+        1.0 - self.moved_bytes as f64 / self.full_bytes as f64
+    }
+}
+
+/// One line, for those who wait for the table.
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{}: {} of {} bytes moved, {} saved; {} of {} answers equal",
+            self.workload,
+            grouped(self.moved_bytes),
+            grouped(self.full_bytes),
+            percent(self.saved_share()),
+            self.outputs.equal,
+            self.requests
+        )
+    }
+}
+
 /// What happened around the killed worker.
 #[derive(Debug, Serialize)]
 pub(crate) struct Kill {
@@ -194,9 +216,7 @@ impl Report {
             line("bytes if every prefix travelled once", &|m| {
                 grouped(m.once_bytes)
             });
-            line("saved of a full transfer", &|m| {
-                percent(1.0 - m.moved_bytes as f64 / m.full_bytes as f64)
-            });
+            line("saved of a full transfer", &|m| percent(m.saved_share()));
             line("share of each decode worker", &shares);
             line("time to first token, median", &|m| {
                 format!("{:.0} ms", m.ttft_ms)
@@ -514,6 +534,14 @@ pub(crate) mod tests {
         ] {
             assert!(table.contains(part), "no {part:?} in\n{table}");
         }
+    }
+
+    #[test]
+    fn a_workload_is_said_in_a_line() {
+        assert_eq!(
+            report(1).runs[1].workloads[0].to_string(),
+            "shared prefixes: 300 of 1,000 bytes moved, 70% saved; 3 of 4 answers equal"
+        );
     }
 
     #[test]

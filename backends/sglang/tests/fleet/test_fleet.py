@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from engines import MODEL, ON_CPU, PAGE
+from entry_points import KVDELTA, LOSES_LOADS, installed
 from loses_loads import FILE
 from ports import free_port
 
@@ -50,14 +51,6 @@ def words(seed: int, tokens: int) -> str:
 PROMPT: Final = words(-1, PREFIX_PAGES * PAGE)
 
 
-def installed(folder: Path, name: str, entry: str) -> None:
-    """Write what an installed package with a plugin of SGLang has."""
-    metadata = folder / f"{name}-1.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry}\n")
-
-
 def get(url: str) -> str:
     with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:  # noqa: S310
         text: str = answer.read().decode()
@@ -81,8 +74,8 @@ class Fleet:
         self.http = {name: free_port() for name in WEIGHTS}
         self.system = {name: free_port() for name in WORKERS}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        installed(folder / "plugins", "kvdelta_sglang", "kvdelta = kvdelta_sglang.plugin:register")
-        installed(folder / "lossy", "loses_loads", "loses_loads = loses_loads:install")
+        installed(folder / "plugins", KVDELTA)
+        installed(folder / "lossy", LOSES_LOADS)
         for name, weight in WEIGHTS.items():
             port, block = str(self.http[name]), str(PAGE)
             router = ["--router-mode", "kv", "--router-decode-overlap-score-weight", weight]

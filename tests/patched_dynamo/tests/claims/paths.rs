@@ -2,13 +2,24 @@
 
 //! Claims beside Dynamo's other ways to route: bootstrap, sessions, zones, conditional disaggregation.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use anyhow::{Result, ensure};
 use dynamo_runtime::error::ErrorClass;
 
-use crate::fleet::{Ask, Builder, Gate, Outcome, Script, Spec, Step, Trace, prompt, run};
+use crate::fleet::{Ask, Builder, Gate, Outcome, Script, Spec, Step, Trace, prompt, run, until};
 use crate::scene::{
     BLOCK, HELD, Scene, WEIGHT, at_rest, hold, is_claim, longer, pair, refusal, voided,
 };
+
+/// Prefills after failed loads that one process repeats at once, as the patch has it.
+const MAX_LOAD_REPEATS: usize = 16;
+
+/// Tests whose loads fail take turns: this process is the frontend of all of them.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 fn bootstrap() -> Spec {
     Spec {
@@ -120,6 +131,7 @@ fn with_bootstrap_prefill_says_that_a_claim_was_stale() -> Result<()> {
 
 #[test]
 fn with_bootstrap_a_prefix_that_decode_cannot_load_costs_a_second_prefill() -> Result<()> {
+    let _turn = turn();
     run(async |trace| {
         let builder = Builder::new(WEIGHT)?
             .prefill(2, bootstrap())
@@ -164,6 +176,56 @@ fn with_bootstrap_a_prefix_that_decode_cannot_load_costs_a_second_prefill() -> R
             .collect();
         assert_eq!(salts, [false, true]);
         assert!(trace.lines("Decode claim is stale").is_empty());
+        scene.at_rest().await
+    })
+}
+
+#[test]
+fn of_a_crowd_whose_loads_fail_no_more_than_sixteen_are_prefilled_again_at_once() -> Result<()> {
+    const CROWD: usize = MAX_LOAD_REPEATS + 4;
+    let _turn = turn();
+    run(async |trace| {
+        let builder = Builder::new(WEIGHT)?
+            .prefill(1, bootstrap())
+            .decode(1, Spec::with_lower_tiers())
+            .migrations(0);
+        let scene = Scene::start(&trace, builder).await?;
+        let (fleet, prefill, holder) = (&scene.fleet, scene.prefill(), scene.holder());
+        let (fail, answer) = (Gate::closed(), Gate::closed());
+        let unloaded =
+            |gate: &Gate| Script::new([Step::Begin, Step::Wait(gate.clone()), Step::Unloaded]);
+        for _ in 0..CROWD {
+            holder.next(unloaded(&fail));
+        }
+        holder.always(Script::slow(&answer));
+        let crowd: Vec<_> = (0..CROWD)
+            .map(|seed| fleet.send(scene.ask(seed as u64)))
+            .collect::<Result<_>>()?;
+        fail.reached_by(CROWD).await?;
+        fail.open();
+        let refused = until("all loads to fail", async || {
+            let lines = trace.lines("Decode worker could not load");
+            Ok(match lines.len() {
+                CROWD => Ok(lines
+                    .iter()
+                    .filter(|line| line.field("kind") == "too_many")
+                    .count()),
+                others => Err(others.to_string()),
+            })
+        })
+        .await?;
+        assert_eq!(refused, CROWD - MAX_LOAD_REPEATS);
+        answer.reached_by(MAX_LOAD_REPEATS).await?;
+        answer.open();
+        let mut complete = 0;
+        for sent in crowd {
+            complete += usize::from(sent.answer().await?.is_complete());
+        }
+        assert_eq!(complete, MAX_LOAD_REPEATS);
+        assert_eq!(prefill.received().len(), CROWD + MAX_LOAD_REPEATS);
+        // They make room for others.
+        holder.next(unloaded(&fail));
+        fleet.ask(scene.ask(99)).await?.complete()?;
         scene.at_rest().await
     })
 }
