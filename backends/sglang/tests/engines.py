@@ -120,8 +120,10 @@ class Engine:
         self.folder, self.mode = folder, mode
         spawn = multiprocessing.get_context("spawn")
         self.pipe, theirs = spawn.Pipe()
-        ports = {"port": free_port(), "nccl_port": free_port()}
-        options = COMMON | ports | {"disaggregation_mode": mode} | options
+        if options.get("dp_size", 1) == 1:
+            # Otherwise each rank has one of its own.
+            options = {"nccl_port": free_port()} | options
+        options = COMMON | {"port": free_port(), "disaggregation_mode": mode} | options
         self.process = spawn.Process(target=_run, args=(theirs, options))
         self.process.start()
         theirs.close()
