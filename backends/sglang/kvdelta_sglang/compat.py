@@ -113,7 +113,7 @@ def plain_reason() -> str | None:
 
     from . import plugin  # noqa: PLC0415
 
-    # SGLang has loaded them already, but for a process that takes requests beside the first (--tokenizer-worker-num).
+    # SGLang has, but not in a process that only takes requests for an engine (--tokenizer-worker-num).
     load_plugins()
     if not plugin.is_loaded():
         return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang loads in each of its processes: two hooks that look on, and one that keeps a promise.
+"""What SGLang loads in each of its processes: hooks that look on, and two that hold decode to its promise.
 
 SGLang's own decode radix cache decides what is sent. Where a scheduler knows something that the worker in front of it
 needs, a hook puts it into ``customized_info``, which SGLang hands on as ``meta_info``.
@@ -69,21 +69,37 @@ def after_load(_is_queued: bool, _queue: Any, dr: Any) -> None:  # noqa: ANN401,
 def around_prefetch(original: Callable[..., None], queue: Any, req: Any, prefix_match: Any) -> None:  # noqa: ANN401
     """Hold decode to what it tells prefill; around ``DecodeHiCachePreallocMixin._start_hicache_prefetch``.
 
-    Where the prefetch from storage cannot begin, SGLang 0.5.21 takes that length back and tells prefill the longer one
-    all the same: nothing would fill those pages, and decode would read what is left in them. With the length kept, the
-    load fails by SGLang's own check, and ``after_load`` notes it.
+    Where the prefetch from storage raises, SGLang 0.5.21 takes that length back and tells prefill the longer one all
+    the same. Nobody would send those tokens or load them, and decode would read the pages of an earlier request. With
+    the length kept the request waits for its load, which ``around_load`` has fail.
     """
     told_tokens = getattr(prefix_match, "l3_storage_hit_length", 0)
     original(queue, req, prefix_match)
-    if told_tokens > 0:
+    if told_tokens > getattr(prefix_match, "l3_storage_hit_length", told_tokens):
         prefix_match.l3_storage_hit_length = told_tokens
+        _tell(req, FAILED_LOAD_KEY, True)  # noqa: FBT003
+
+
+def around_load(original: Callable[..., bool], queue: Any, dr: Any) -> bool:  # noqa: ANN401
+    """Do not load a part of what ``around_prefetch`` knows to be lacking; around ``_try_hicache_queue_load_back``.
+
+    SGLang has the part in its tree, as if it were there, before it sees that this is not all.
+    """
+    if FAILED_LOAD_KEY not in (dr.req.customized_info or {}):
+        return original(queue, dr)
+    from sglang.srt.disaggregation.decode_hicache_mixin import HiCacheRestoreResult  # noqa: PLC0415
+
+    dr.hicache_restore_status = HiCacheRestoreResult.FAILED
+    return False
 
 
 _HOOKS: Final = (
     (compat.PREFILL, after_bootstrap, "AFTER"),
     (compat.LOAD, after_load, "AFTER"),
+    (compat.LOAD, around_load, "AROUND"),
     (compat.PREFETCH, around_prefetch, "AROUND"),
 )
+"""Where each hook is, and of which kind."""
 
 
 def register() -> None:

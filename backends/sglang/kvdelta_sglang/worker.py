@@ -55,7 +55,9 @@ def _options(server_args: Any, *, events: bool, indexer: bool) -> list[str]:  # 
     if getattr(server_args, "enable_lora", False):
         wanting.append("--enable-lora is on, and SGLang's KV events do not name the adapter")
     if getattr(server_args, "enable_unified_cache_external_linker", False):
-        wanting.append("--enable-unified-cache-external-linker is on, and decode does not load what it finds there")
+        wanting.append(
+            "--enable-unified-cache-external-linker is on, whose blocks a decode worker tells and does not load"
+        )
     if getattr(server_args, "elastic_ep_backend", None):
         wanting.append("--elastic-ep-backend is on, and SGLang's KV events do not tell its caches apart")
     return wanting

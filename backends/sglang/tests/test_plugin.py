@@ -104,7 +104,7 @@ class Tiers:
     hicache_storage_pass_prefix_keys = False
 
     def __init__(self, loaded: int) -> None:
-        self.loaded, self.fetched = loaded, 0
+        self.loaded, self.fetched, self.is_loaded = loaded, 0, False
 
     def get_last_hash_value(self, _: object) -> str:
         """As SGLang's."""
@@ -130,6 +130,7 @@ class Tiers:
 
     def init_load_back(self, _: object) -> tuple[torch.Tensor, str]:
         """As SGLang's."""
+        self.is_loaded = True
         return torch.arange(self.loaded), "node"
 
     def inc_lock_ref(self, _: object) -> SimpleNamespace:
@@ -185,7 +186,7 @@ def test_decode_notes_nothing_of_a_promise_that_it_keeps(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("_loaded")
 @pytest.mark.parametrize("host", [0, 32])
-def test_a_prefetch_that_cannot_begin_is_a_promise_that_decode_cannot_keep(
+def test_a_prefetch_that_raises_is_a_promise_that_decode_cannot_keep(
     monkeypatch: pytest.MonkeyPatch, host: int
 ) -> None:
     tiers = Tiers(loaded=host)
@@ -195,6 +196,20 @@ def test_a_prefetch_that_cannot_begin_is_a_promise_that_decode_cannot_keep(
     prefetch(asked, tiers)
     # What prefill was told still counts, though SGLang takes it back.
     assert asked.prefix_match.decode_prefix_len == told == 16 + host + 48
+    load_back(monkeypatch, asked, tiers)
+    assert asked.hicache_restore_status == HiCacheRestoreResult.FAILED
+    assert asked.req.customized_info == {FAILED_LOAD_KEY: [True]}
+    # No part of it is in the tree.
+    assert not tiers.is_loaded
+
+
+@pytest.mark.usefixtures("_loaded")
+def test_a_prefetch_that_storage_declines_fails_as_in_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = Tiers(loaded=0)
+    asked = asking(host=0, storage=48)
+    monkeypatch.setattr(tiers, "prefetch_from_storage", lambda *_, **__: None)
+    prefetch(asked, tiers)
+    assert asked.req.customized_info is None
     load_back(monkeypatch, asked, tiers)
     assert asked.hicache_restore_status == HiCacheRestoreResult.FAILED
     assert asked.req.customized_info == {FAILED_LOAD_KEY: [True]}

@@ -140,6 +140,8 @@ pub(crate) struct Process {
     name: String,
     child: Child,
     log: PathBuf,
+    /// Bytes that were in its log before it.
+    log_start: usize,
 }
 
 impl Process {
@@ -151,6 +153,7 @@ impl Process {
             .append(true)
             .open(&log)
             .with_context(|| format!("cannot write {}", log.display()))?;
+        let log_start = output.metadata().map_or(0, |log| log.len());
         let child = without_inherited_settings(&mut command)
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
@@ -162,6 +165,7 @@ impl Process {
             name: name.to_owned(),
             child,
             log,
+            log_start: usize::try_from(log_start)?,
         })
     }
 
@@ -188,7 +192,8 @@ impl Process {
         self.check()?;
         let log =
             fs::read(&self.log).with_context(|| format!("cannot read {}", self.log.display()))?;
-        let log = String::from_utf8_lossy(&log);
+        // What comes before is of a process of the same name that was there earlier.
+        let log = String::from_utf8_lossy(log.get(self.log_start..).unwrap_or_default());
         if let Some(line) = log.lines().find(|line| line.contains(PORT_TAKEN)) {
             bail!(
                 "{} cannot start, something else listens on one of its ports: {line}; start it \
@@ -1008,6 +1013,12 @@ mod tests {
         let mut command = Command::new("sh");
         let line = "zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:23998')";
         command.args(["-c", "echo up; echo \"$0\"; sleep 1000", line]);
+        // That of an earlier life counts no more.
+        fs::write(
+            folder.path().join("prefill-0.log"),
+            format!("{line} before\n"),
+        )
+        .unwrap();
         let mut process = Process::spawn("prefill-0", command, folder.path()).unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         let error = loop {
@@ -1020,7 +1031,7 @@ mod tests {
         };
         stop(std::slice::from_mut(&mut process));
         assert!(error.starts_with("prefill-0 cannot start"), "{error}");
-        assert!(error.contains(line), "{error}");
+        assert!(error.contains(line) && !error.contains("before"), "{error}");
     }
 
     #[test]

@@ -4,6 +4,8 @@
 
 use std::net::TcpListener;
 use std::path::Path;
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, Result};
 use dynamo_llm::entrypoint::input::{Input, run_input};
@@ -55,13 +57,15 @@ pub async fn serve(
     Ok(())
 }
 
-/// A port that nobody listened on a moment ago.
+/// A port that nothing listens on now, and that no other call in this process returns.
 ///
 /// Below the range from which systems take ports on their own: the workers that start meanwhile
 /// leave it to the frontend.
 pub fn free_port() -> Result<u16> {
-    (0..1000)
-        .map(|_| fastrand::u16(20_000..=32_767))
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    (0..12_000)
+        .map(|_| process::id().wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)))
+        .map(|next| 20_000 + (next % 12_000) as u16)
         .find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok())
-        .context("no free port was found between 20000 and 32767")
+        .context("no free port was found from 20000 to 31999")
 }

@@ -9,6 +9,8 @@ mod follow;
 pub mod nats;
 mod queue;
 mod source;
+#[cfg(all(test, feature = "zmq"))]
+mod test_ports;
 #[cfg(feature = "zmq")]
 pub mod zmq;
 

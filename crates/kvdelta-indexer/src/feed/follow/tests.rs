@@ -8,12 +8,12 @@ use futures_util::future::BoxFuture;
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
 use super::{Admission, Control, Follower, Settings};
+use crate::feed::test_ports::free_ports;
 use crate::feed::zmq::{EngineFeed, PublisherFeed, Timing};
 use crate::feed::{Answer, Limits};
 use crate::feed::{FeedId, Frame, LocalIndexers, Origin, RecoverError, Signal, Source, Tap};
@@ -185,17 +185,6 @@ fn removed(engine: u64) -> Value {
     json!({"type": "BlockRemoved", "block_hashes": [engine], "medium": "GPU"})
 }
 
-async fn free_ports<const N: usize>() -> [u16; N] {
-    let mut listeners = Vec::new();
-    for _ in 0..N {
-        listeners.push(TcpListener::bind("127.0.0.1:0").await.unwrap());
-    }
-    let ports = listeners
-        .iter()
-        .map(|listener| listener.local_addr().unwrap().port());
-    ports.collect::<Vec<_>>().try_into().unwrap()
-}
-
 fn engine_feed(ports: [u16; 2], replays: bool) -> Arc<dyn Source> {
     let [publisher, replay] = ports.map(|port| format!("tcp://127.0.0.1:{port}"));
     let replay = replays.then_some(replay.as_str());
@@ -204,7 +193,7 @@ fn engine_feed(ports: [u16; 2], replays: bool) -> Arc<dyn Source> {
 
 #[tokio::test]
 async fn an_engine_is_followed_through_late_start_loss_and_restart() {
-    let ports = free_ports().await;
+    let ports = free_ports();
     let live = Following::start(settings());
     live.control
         .follow(engine_feed(ports, true), Admission::Named);
@@ -258,7 +247,7 @@ async fn an_engine_is_followed_through_late_start_loss_and_restart() {
 
 #[tokio::test]
 async fn without_a_replay_a_late_start_is_never_complete_until_the_cache_is_cleared() {
-    let ports = free_ports().await;
+    let ports = free_ports();
     let mut engine = Engine::start(ports).await;
     engine.unheard(json!([stored(1, None)]));
     let live = Following::start(settings());
@@ -562,7 +551,7 @@ fn remove(engine: u64) -> dynamo::KvCacheEventData {
 async fn dynamos_events_and_dumps_come_to_the_same() {
     // The buffer of two events makes larger gaps a matter of dumps.
     for buffer in [2, 1000] {
-        let [port] = free_ports().await;
+        let [port] = free_ports();
         let mut worker = DynamoWorker::start(port, buffer).await;
         let feed = || -> Arc<dyn Source> {
             let at = format!("tcp://127.0.0.1:{port}");
@@ -610,7 +599,7 @@ async fn a_follower_ends_with_its_last_control() {
             ..settings()
         },
     );
-    let port = free_ports().await;
+    let port = free_ports();
     control.follow(engine_feed(port, true), Admission::Named);
     control.admit(WorkerId(9), vec![DpRank(0)]);
     let shown = format!("{follower:?} {:?}", FeedId(0));

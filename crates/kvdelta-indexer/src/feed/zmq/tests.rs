@@ -11,6 +11,7 @@ use super::{
     BadEndpoint, EngineFeed, PublisherFeed, Timing, dynamo_frame, endpoint_of_rank, engine_frame,
     replay_message,
 };
+use crate::feed::test_ports::free_ports;
 use crate::feed::{Answer, FeedId, Frame, Limits, Outlet, RecoverError, Signal, Source, queue};
 use crate::ids::WorkerRank;
 use crate::wire::normalize::Dialect;
@@ -35,11 +36,6 @@ fn message(frames: &[&[u8]]) -> ZmqMessage {
 
 fn batch(seq: u64) -> ZmqMessage {
     message(&[b"", &seq.to_be_bytes(), format!("batch {seq}").as_bytes()])
-}
-
-async fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    listener.local_addr().unwrap().port()
 }
 
 /// Publishes batches from 0 on without an end.
@@ -111,7 +107,7 @@ async fn next_seq(outlet: &mut Outlet) -> u64 {
 
 #[tokio::test]
 async fn a_publisher_that_starts_again_under_its_address_is_found_again() {
-    let port = free_port().await;
+    let [port] = free_ports();
     let mut outlet = listen(feed(port, None, QUICK), Limits::default());
     for _life in 0..3 {
         let publisher = Publisher::start(port, batch).await;
@@ -143,7 +139,7 @@ async fn a_peer_that_accepts_and_says_nothing_does_not_hold_the_feed() {
 
 #[tokio::test]
 async fn a_silent_connection_is_tested_and_told_alive_until_the_publisher_is_gone() {
-    let port = free_port().await;
+    let [port] = free_ports();
     let mut socket = PubSocket::new();
     let endpoint = format!("tcp://127.0.0.1:{port}");
     socket.bind(&endpoint).await.unwrap();
@@ -192,7 +188,7 @@ async fn a_silent_connection_is_tested_and_told_alive_until_the_publisher_is_gon
 
 #[tokio::test]
 async fn what_finds_no_room_is_counted_and_told_where_it_is_missing() {
-    let port = free_port().await;
+    let [port] = free_ports();
     let limits = Limits {
         frames: 4,
         ..Limits::default()
@@ -230,7 +226,7 @@ async fn what_finds_no_room_is_counted_and_told_where_it_is_missing() {
 
 #[tokio::test]
 async fn bytes_are_bounded_too_and_a_message_larger_than_all_is_dropped() {
-    let port = free_port().await;
+    let [port] = free_ports();
     let limits = Limits {
         bytes: 64,
         ..Limits::default()
@@ -257,7 +253,7 @@ async fn bytes_are_bounded_too_and_a_message_larger_than_all_is_dropped() {
 
 #[tokio::test]
 async fn messages_that_are_none_are_counted_and_leave_their_neighbours_alone() {
-    let port = free_port().await;
+    let [port] = free_ports();
     let messages = |seq: u64| match seq % 6 {
         0 => batch(seq),
         1 => message(&[b"x"]),
@@ -284,7 +280,8 @@ async fn messages_that_are_none_are_counted_and_leave_their_neighbours_alone() {
 #[tokio::test]
 async fn a_feed_ends_when_nobody_listens() {
     let (inlet, outlet) = queue(Limits::default());
-    let source = feed(free_port().await, None, QUICK);
+    let [port] = free_ports();
+    let source = feed(port, None, QUICK);
     let tap = inlet.tap(FeedId(0));
     drop(outlet);
     timeout(FOREVER, source.listen(tap)).await.unwrap();
@@ -398,7 +395,7 @@ async fn a_replay_with_holes_is_asked_for_again_from_the_hole() {
 
 #[tokio::test]
 async fn a_replay_that_cannot_be_had_is_an_error_that_says_why() {
-    let port = free_port().await;
+    let [port] = free_ports();
     let without = feed(port, None, QUICK).replay(OF, 0).await;
     assert!(matches!(without, Err(RecoverError::NotOffered { .. })));
     let nobody = feed(port, Some(port), QUICK).replay(OF, 0).await;
@@ -477,7 +474,7 @@ fn frames_are_read_whatever_comes() {
 
 #[tokio::test]
 async fn dynamos_own_sockets_are_heard() {
-    let port = free_port().await;
+    let [port] = free_ports();
     let messages = |seq: u64| {
         let mut body = vec![1, 0, 0, 0, 8];
         body.extend(seq.to_be_bytes());
