@@ -303,11 +303,61 @@ impl Stack {
                 heard.insert(role.as_str());
             }
         }
+        let known = |worker: &Worker| {
+            // Only then decode has an index, without a weight.
+            worker.role == WorkerType::Prefill || self.routing == Routing::Conditional
+        };
+        let known: Vec<_> = (0..self.workers.len())
+            .filter(|index| known(&self.workers[*index]))
+            .collect();
+        for index in known {
+            while !self.is_heard(index).await? {
+                ensure!(
+                    Instant::now() < deadline,
+                    "after {LIMIT:?} the frontend has no block of {}",
+                    self.workers[index].name
+                );
+            }
+        }
         // What came late of the last answers.
         tokio::time::sleep(Duration::from_millis(500)).await;
         while self.seen.try_recv().is_ok() {}
         while self.events.try_recv().is_ok() {}
         Ok(())
+    }
+
+    /// Whether the frontend routes by the blocks that a worker publishes; it subscribes to each at a
+    /// time of its own.
+    async fn is_heard(&mut self, index: usize) -> Result<bool> {
+        while self.seen.try_recv().is_ok() {}
+        while self.events.try_recv().is_ok() {}
+        let worker = &self.workers[index];
+        let (role, name, id) = (worker.role, worker.name.clone(), worker.id);
+        // Nobody else has these blocks, and no draw makes them. The token behind them is to be computed.
+        let first = 100 + 200 * index as u32;
+        let prompt: Vec<u32> = (first..=first + 10 * BLOCK_TOKENS).collect();
+        worker.store(&prompt)?;
+        tokio::time::sleep(UNTIL_INDEXED).await;
+        if self.post(prompt.clone(), Asks::default()).await?.is_err() {
+            return Ok(false);
+        }
+        tokio::time::sleep(UNTIL_INDEXED).await;
+        if role == WorkerType::Decode {
+            // Its prompt is computed where it is, without a prefill worker.
+            let seen: Vec<_> = std::iter::from_fn(|| self.seen.try_recv().ok()).collect();
+            return Ok(seen.len() == 1 && seen[0].worker == name);
+        }
+        let is_short = |event: ActiveSequenceEvent| match event.data {
+            ActiveSequenceEventData::AddRequest {
+                prefill_load_hint: Some(hint),
+                ..
+            } => {
+                event.worker.worker_id == id && hint.initial_effective_prefill_tokens < prompt.len()
+            }
+            _ => false,
+        };
+        let mut events = std::iter::from_fn(|| self.events.try_recv().ok());
+        Ok(events.any(|(_, event)| is_short(event)))
     }
 
     /// Gives every worker a load of its own that stays.

@@ -54,6 +54,8 @@ pub(crate) struct Worker {
     pub(crate) name: String,
     /// Its id in Dynamo.
     pub(crate) id: u64,
+    /// Its role.
+    pub(crate) role: WorkerType,
     events: KvEventPublisher,
     runtime: DistributedRuntime,
     _endpoint: StartedEndpoint,
@@ -129,6 +131,7 @@ impl Worker {
         Ok(Self {
             name,
             id: runtime.connection_id(),
+            role,
             events,
             runtime,
             _endpoint: serving,
