@@ -303,14 +303,12 @@ impl Stack {
                 heard.insert(role.as_str());
             }
         }
-        let known = |worker: &Worker| {
-            // Only then decode has an index, without a weight.
-            worker.role == WorkerType::Prefill || self.routing == Routing::Conditional
+        // Prefill workers come first. Without a weight decode has an index only then.
+        let indexed = match self.routing {
+            Routing::Conditional => self.workers.len(),
+            Routing::Plain | Routing::Sessions => PREFILL_WORKERS,
         };
-        let known: Vec<_> = (0..self.workers.len())
-            .filter(|index| known(&self.workers[*index]))
-            .collect();
-        for index in known {
+        for index in 0..indexed {
             while !self.is_heard(index).await? {
                 ensure!(
                     Instant::now() < deadline,
@@ -321,16 +319,20 @@ impl Stack {
         }
         // What came late of the last answers.
         tokio::time::sleep(Duration::from_millis(500)).await;
+        self.forget();
+        Ok(())
+    }
+
+    /// Forgets what workers and replica have heard.
+    fn forget(&mut self) {
         while self.seen.try_recv().is_ok() {}
         while self.events.try_recv().is_ok() {}
-        Ok(())
     }
 
     /// Whether the frontend routes by the blocks that a worker publishes; it subscribes to each at a
     /// time of its own.
     async fn is_heard(&mut self, index: usize) -> Result<bool> {
-        while self.seen.try_recv().is_ok() {}
-        while self.events.try_recv().is_ok() {}
+        self.forget();
         let worker = &self.workers[index];
         let (role, name, id) = (worker.role, worker.name.clone(), worker.id);
         // Nobody else has these blocks, and no draw makes them. The token behind them is to be computed.

@@ -15,6 +15,14 @@ use crate::scene::{
 /// Prefills after failed loads that one process repeats at once, as the patch has it.
 const MAX_LOAD_REPEATS: usize = 16;
 
+/// So many prefill workers that run beside as many decode workers, whose loads can fail.
+fn tiered(workers: usize) -> Result<Builder> {
+    Ok(Builder::new(WEIGHT)?
+        .prefill(workers, bootstrap())
+        .decode(workers, Spec::with_lower_tiers())
+        .migrations(0))
+}
+
 /// Tests whose loads fail take turns: this process is the frontend of all of them.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
@@ -133,11 +141,7 @@ fn with_bootstrap_prefill_says_that_a_claim_was_stale() -> Result<()> {
 fn with_bootstrap_a_prefix_that_decode_cannot_load_costs_a_second_prefill() -> Result<()> {
     let _turn = turn();
     run(async |trace| {
-        let builder = Builder::new(WEIGHT)?
-            .prefill(2, bootstrap())
-            .decode(2, Spec::with_lower_tiers())
-            .migrations(0);
-        let scene = Scene::start(&trace, builder).await?;
+        let scene = Scene::start(&trace, tiered(2)?).await?;
         scene
             .holder()
             .next(Script::new([Step::Begin, Step::Unloaded]));
@@ -185,11 +189,7 @@ fn of_a_crowd_whose_loads_fail_no_more_than_sixteen_are_prefilled_again_at_once(
     const CROWD: usize = MAX_LOAD_REPEATS + 4;
     let _turn = turn();
     run(async |trace| {
-        let builder = Builder::new(WEIGHT)?
-            .prefill(1, bootstrap())
-            .decode(1, Spec::with_lower_tiers())
-            .migrations(0);
-        let scene = Scene::start(&trace, builder).await?;
+        let scene = Scene::start(&trace, tiered(1)?).await?;
         let (fleet, prefill, holder) = (&scene.fleet, scene.prefill(), scene.holder());
         let (fail, answer) = (Gate::closed(), Gate::closed());
         let unloaded =
